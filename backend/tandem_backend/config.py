@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EngineConfig: the validated content of a model's engine.json. Unknown keys, wrong types and ranges are refused."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tandem_backend.errors import ConfigError
+
+MIB = 1024 * 1024
+
+
+class EngineConfig(BaseModel):
+    """Every key is described in backend/README.md; `checkpoint` is resolved against the folder of engine.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    checkpoint: Path = Field(description="Hugging Face directory of the target; relative to the model's folder")
+    device: Literal["cpu", "auto"] = Field("auto", description="where the kernels run")
+    num_threads: int = Field(0, ge=0, le=512, description="CPU kernel threads; 0: one per usable core")
+    max_context_len: int = Field(0, ge=0, description="tokens of a sequence, output included; 0: the checkpoint's")
+    max_active: int = Field(32, ge=1, le=1024, description="requests decoded together in one round")
+    max_queued: int = Field(256, ge=0, description="requests that wait; more are answered UNAVAILABLE")
+    max_sessions: int = Field(256, ge=1, description="sequences whose state is kept between their turns")
+    kv_cache_bytes: int = Field(512 * MIB, ge=MIB, description="memory of the KV block pool")
+    max_prefill_rows: int = Field(256, ge=1, le=8192, description="prompt rows in one round")
+    default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that names none")
+    session_idle_s: float = Field(300.0, gt=0, description="a session unused for so long is dropped")
+
+
+def load_engine_config(path: Path, overrides: Mapping[str, Any] | None = None) -> EngineConfig:
+    """Read engine.json and lay `overrides` over it (text values as in config.pbtxt's parameters are parsed as JSON).
+
+    Raises ConfigError naming the file, the key and what is allowed.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: can't be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must be a JSON object, got {type(values).__name__}")
+    for key, value in (overrides or {}).items():
+        values[key] = _parse_override(value)
+    try:
+        config = EngineConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_explain(error)}") from error
+    return config.model_copy(update={"checkpoint": (path.parent / config.checkpoint).resolve()})
+
+
+def _parse_override(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
+
+
+def _explain(error: ValidationError) -> str:
+    problems = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            problems.append(f"{key}: unknown key; allowed are {', '.join(EngineConfig.model_fields)}")
+        else:
+            problems.append(f"{key}: {item['msg']}, got {item['input']!r}")
+    return "; ".join(problems)

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exception tree. `code` is the Triton status name that serving reports for the error."""
+
+from typing import ClassVar
+
+
+class TandemError(Exception):
+    """Base of all errors that Tandem raises on purpose."""
+
+    code: ClassVar[str] = "INTERNAL"
+
+    def wire(self) -> str:
+        """The message as clients see it: `[CODE] text`. HTTP generate always answers 400, so the code is in the text."""
+        return f"[{self.code}] {self}"
+
+
+class ConfigError(TandemError):
+    """The engine configuration is wrong; the message names the key and what is allowed."""
+
+    code = "INVALID_ARG"
+
+
+class CheckpointError(TandemError):
+    """The checkpoint can't be served; the message names the file, tensor or config key."""
+
+    code = "INVALID_ARG"
+
+
+class InvalidRequestError(TandemError):
+    """The request can't be accepted as it is; the message names the field and what is allowed."""
+
+    code = "INVALID_ARG"
+
+
+class UnavailableError(TandemError):
+    """The request is fine, but the engine can't take it now (queue full, shutting down)."""
+
+    code = "UNAVAILABLE"
+
+
+class InternalError(TandemError):
+    """A round failed; the requests in it lost their state."""
+
+    code = "INTERNAL"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain data that crosses layers: a request on its way in, the outputs of a round on their way out. No tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from tandem_backend.errors import TandemError
+
+SequenceId = int | str
+
+
+class FinishReason(StrEnum):
+    """Why a request ended: a stop token or stop string, the token limit, or a cancellation."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What a request asks of decoding; validated by `serving.request` before it is built."""
+
+    max_tokens: int | None = None  # None: the engine's default_max_tokens
+    min_tokens: int = 0  # end-of-sequence and stop tokens do not end the request before
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop: bool = False  # keep the stop string in the text
+    drafter: str | None = None  # a drafter's name, "none", or None for the engine's default
+    num_draft_tokens: int | None = None  # upper bound of draft nodes a round; None: the engine's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """Exactly one of text, messages or token_ids; tools and template_kwargs go to the chat template."""
+
+    text: str | None = None
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    token_ids: tuple[int, ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One generation. With a sequence_id it is a turn of a session: START opens it, END drops it afterwards."""
+
+    request_id: str  # unique among the engine's live requests
+    prompt: Prompt
+    params: SamplingParams = SamplingParams()
+    sequence_id: SequenceId | None = None
+    sequence_start: bool = False
+    sequence_end: bool = False
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What a request cost; times are `time.time_ns()`."""
+
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens whose state was kept from earlier turns
+    num_output_tokens: int = 0
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafter_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (drafted, accepted)
+    arrival_time_ns: int = 0
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """What one round gave one request. The last output has a finish_reason or an error, never both."""
+
+    request_id: str
+    text: str = ""  # text that is final: whole characters, no possible start of a stop string
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()  # natural log of each token's probability, fp32
+    finish_reason: FinishReason | None = None
+    error: TandemError | None = None
+    stats: RequestStats | None = None  # on the last output of a request that was scheduled
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
