@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one Triton server over a model repository: start, wait until every model is READY, stop with all it left."""
+
+import http.client
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tandem_backend.serving.installation import LaunchError, TritonInstallation, find_triton_server
+
+__all__ = ["LaunchError", "TritonInstallation", "TritonServer", "find_triton_server"]
+
+_POLL_S = 0.1
+_EXIT_GRACE_S = 15  # the server may take this much longer than its exit timeout
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class TritonServer:
+    """A Triton server process; as a context manager it runs from start() to stop(). Port 0 means any free port.
+
+    The server's and the models' output goes to `log_path` (a temporary file by default), or with `foreground` to
+    the caller's own output. `exit_timeout_s` is what running requests get to finish in stop().
+    """
+
+    http_url: str  # "HOST:PORT", as are the other two
+    grpc_url: str
+    metrics_url: str
+    process: subprocess.Popen[bytes]
+
+    def __init__(
+        self,
+        model_repository: Path,
+        *,
+        triton_server: str | None = None,
+        host: str = "127.0.0.1",
+        http_port: int = 0,
+        grpc_port: int = 0,
+        metrics_port: int = 0,
+        log_path: Path | None = None,
+        foreground: bool = False,
+        extra_args: Sequence[str] = (),
+        ready_timeout_s: float = 120,
+        exit_timeout_s: int = 5,
+    ) -> None:
+        self._model_repository = model_repository
+        self._triton_server = triton_server
+        self._host = host
+        self._ports = {"--http-port": http_port, "--grpc-port": grpc_port, "--metrics-port": metrics_port}
+        self._log_path = log_path
+        self._foreground = foreground
+        self._extra_args = tuple(extra_args)
+        self._ready_timeout_s = ready_timeout_s
+        self._exit_timeout_s = exit_timeout_s
+        # Servers that share /dev/shm must not share names, and what a killed one leaves must be found again.
+        self._shm_prefix = f"tandem_{os.getpid()}_{secrets.token_hex(4)}_"
+        self._run_dir: Path | None = None
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when the server and all its models are ready.
+
+        Raises LaunchError when the installation, the model repository or a port can't be used, and, with the lines of
+        the log that say why, when the server exits, a model does not load, or `ready_timeout_s` passes.
+        """
+        if not self._model_repository.is_dir():
+            raise LaunchError(f"--model-repository {self._model_repository}: no such folder")
+        installation = find_triton_server(self._triton_server)
+        installation.check()
+        ports = choose_ports(self._host, self._ports)
+        reachable = "127.0.0.1" if self._host == "0.0.0.0" else self._host
+        self.http_url, self.grpc_url, self.metrics_url = (f"{reachable}:{port}" for port in ports.values())
+        self._run_dir = Path(tempfile.mkdtemp(prefix="tandem-"))
+        self._log_path = self._log_path or self._run_dir / "server.log"
+        try:
+            self._spawn(self._command(installation, ports), installation.environment(os.environ))
+            self._wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Ask the server to exit and wait; whatever is left of it after that is killed, its shared memory removed."""
+        if self._run_dir is None:
+            return
+        try:
+            if hasattr(self, "process"):
+                self.process.terminate()
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(self._exit_timeout_s + _EXIT_GRACE_S)
+        finally:
+            self._remove_leftovers()
+
+    def log_tail(self, num_lines: int = 40) -> str:
+        """The last lines of the log from its first error on; the very last ones when it shows no error."""
+        if self._foreground or self._log_path is None or not self._log_path.exists():
+            return ""
+        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+        first_error = next((index for index, line in enumerate(lines) if re.match(r"E\d{4} |error:", line)), 0)
+        return "\n".join(lines[first_error:][-num_lines:])
+
+    def _command(self, installation: TritonInstallation, ports: dict[str, int]) -> list[str]:
+        assert self._run_dir is not None
+        return [
+            str(installation.binary),
+            f"--model-repository={self._model_repository.absolute()}",
+            f"--backend-directory={installation.assemble_backend_dir(self._run_dir)}",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--exit-timeout-secs={self._exit_timeout_s}",
+            *(f"--{name}-address={self._host}" for name in ("http", "grpc", "metrics")),
+            *(f"{option}={port}" for option, port in ports.items()),
+            *self._extra_args,
+        ]
+
+    def _spawn(self, command: list[str], env: dict[str, str]) -> None:
+        with ExitStack() as stack:
+            output = None
+            if not self._foreground:
+                assert self._log_path is not None
+                output = stack.enter_context(self._log_path.open("wb"))
+            # A process group of its own: a terminal's Ctrl-C reaches the server once, through stop(), and the group
+            # still names the stubs when the server itself is gone.
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + self._ready_timeout_s
+        while self._http_status("GET", "/v2/health/ready")[0] != 200:
+            code = self.process.poll()
+            if code is not None:
+                raise LaunchError(f"Triton server exited with code {code} before it was ready\n{self.log_tail()}".rstrip())
+            if time.monotonic() > deadline:
+                raise LaunchError(f"Triton server is not ready after {self._ready_timeout_s:g} s\n{self.log_tail()}".rstrip())
+            time.sleep(_POLL_S)
+        models = json.loads(self._http_status("POST", "/v2/repository/index")[1])
+        # A model without a state was not asked for (explicit model control).
+        failed = [f"{model['name']}: {model.get('reason')}" for model in models if model.get("state", "READY") != "READY"]
+        if failed:
+            raise LaunchError(f"models did not load: {'; '.join(failed)}\n{self.log_tail()}".rstrip())
+
+    def _http_status(self, method: str, path: str) -> tuple[int, bytes]:
+        """Status and body; status 0 when the server does not answer."""
+        connection = http.client.HTTPConnection(self.http_url, timeout=5)
+        try:
+            connection.request(method, path)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            return 0, b""
+        finally:
+            connection.close()
+
+    def _remove_leftovers(self) -> None:
+        if hasattr(self, "process"):
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        for region in _SHARED_MEMORY.glob(f"{self._shm_prefix}*"):
+            region.unlink(missing_ok=True)
+        if self._run_dir is not None:
+            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self._run_dir = None
+
+
+def choose_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
+    """The port for each option; 0 becomes a free one. Raises LaunchError naming the option whose port is taken."""
+    chosen = {}
+    with ExitStack() as stack:  # all stay bound until the last is chosen, so that no port is given twice
+        for option, port in wanted.items():
+            listener = stack.enter_context(socket.socket())
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((host, port))
+            except OSError as error:
+                raise LaunchError(f"{option} {port}: can't listen on {host}:{port}: {error.strerror}; choose another port with {option}") from error
+            chosen[option] = listener.getsockname()[1]
+    return chosen
