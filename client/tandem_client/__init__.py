@@ -1,1 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Client of Tandem, an exact LLM backend for NVIDIA Triton Inference Server."""
+
+from tandem_client.aio import AsyncGeneration, AsyncSession, AsyncTandemClient
+from tandem_client.errors import (
+    ConnectionFailedError,
+    IncompleteStreamError,
+    RequestTimeoutError,
+    ServerError,
+    TandemClientError,
+)
+from tandem_client.sync import Generation, Session, TandemClient
+from tandem_client.types import Chunk, Completion, Usage
+
+__all__ = [
+    "AsyncGeneration",
+    "AsyncSession",
+    "AsyncTandemClient",
+    "Chunk",
+    "Completion",
+    "ConnectionFailedError",
+    "Generation",
+    "IncompleteStreamError",
+    "RequestTimeoutError",
+    "ServerError",
+    "Session",
+    "TandemClient",
+    "TandemClientError",
+    "Usage",
+]

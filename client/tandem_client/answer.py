@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From responses to chunks. Pure; shared by both clients."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tandem_client.errors import IncompleteStreamError
+from tandem_client.types import Chunk, Usage
+from tandem_client.wire import InferResponse
+
+# The finish_reason of a response that is not the last, in the vLLM backend's convention.
+_NO_REASON = "None"
+
+# Usage field -> output of the last response.
+_PERF_OUTPUTS = {
+    "num_draft_tokens": "total_draft_tokens",
+    "num_accepted_tokens": "total_accepted_draft_tokens",
+    "acceptance_rate": "acceptance_rate",
+    "arrival_time_ns": "arrival_time_ns",
+    "first_scheduled_time_ns": "first_scheduled_time_ns",
+    "first_token_time_ns": "first_token_time_ns",
+    "last_token_time_ns": "last_token_time_ns",
+}
+
+
+class Answer:
+    """Reads the responses of one request in order. `on_accepted` is called at the first one."""
+
+    def __init__(self, on_accepted: Callable[[], None] | None = None) -> None:
+        self._on_accepted = on_accepted
+        self._num_input_tokens = 0
+        self._num_output_tokens = 0
+        self._has_reason = False
+        self._is_final = False
+
+    def read(self, response: InferResponse) -> Chunk | None:
+        """The chunk in `response`; None for one that carries no outputs (the empty final response)."""
+        if self._on_accepted is not None:
+            self._on_accepted()
+            self._on_accepted = None
+        self._is_final = self._is_final or response.is_final
+        if not response.outputs:
+            return None
+        tokens = response.outputs.get("token_ids")
+        token_ids = () if tokens is None else tuple(tokens.tolist())
+        self._num_input_tokens = response.scalar("num_input_tokens") or self._num_input_tokens
+        self._num_output_tokens += len(token_ids)
+        finish_reason = response.scalar("finish_reason")
+        if finish_reason == _NO_REASON:
+            finish_reason = None
+        self._has_reason = self._has_reason or finish_reason is not None
+        entries = response.json("logprobs")
+        return Chunk(
+            text=response.scalar("text_output") or "",
+            token_ids=token_ids,
+            logprobs=None if entries is None else tuple(entry["logprob"] for entry in entries),
+            finish_reason=finish_reason,
+            usage=None if finish_reason is None else self._usage(response),
+        )
+
+    def finish(self) -> None:
+        """The stream has ended. Raises IncompleteStreamError unless the answer is complete."""
+        if not self._is_final or not self._has_reason:
+            missing = "a finish reason" if self._is_final else "the final response"
+            raise IncompleteStreamError(f"the server closed the stream without {missing}")
+
+    def _usage(self, response: InferResponse) -> Usage:
+        found: dict[str, Any] = {field: response.scalar(output) for field, output in _PERF_OUTPUTS.items()}
+        return Usage(
+            num_input_tokens=self._num_input_tokens,
+            num_output_tokens=self._num_output_tokens,
+            **{field: value for field, value in found.items() if value is not None},
+        )

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flags of a Triton sequence from its first turn to its end. Pure; shared by both clients."""
+
+from uuid import uuid4
+
+from tandem_client.payload import Payload, stop_payload
+from tandem_client.wire import InferRequest, SequenceId
+
+# Ending a sequence only drops state: a server that takes longer is in trouble, and sweeps idle sequences itself.
+END_TIMEOUT_S = 10.0
+
+
+def one_shot(model: str, payload: Payload) -> InferRequest:
+    """A request that is a whole sequence of its own."""
+    return InferRequest(
+        model=model,
+        request_id=uuid4().hex,
+        sequence_id=uuid4().hex,
+        sequence_start=True,
+        sequence_end=True,
+        payload=payload,
+    )
+
+
+class SequenceState:
+    """What the server knows of a sequence: nothing, perhaps something (START was sent), or its turns (accepted)."""
+
+    def __init__(self, model: str, sequence_id: SequenceId | None = None) -> None:
+        if sequence_id in (0, ""):
+            raise ValueError("sequence_id: must not be 0 or empty, Triton server takes that as no sequence")
+        self.sequence_id = uuid4().hex if sequence_id is None else sequence_id
+        self.is_accepted = False
+        self._model = model
+        self._is_started = False
+
+    def turn(self, payload: Payload) -> InferRequest:
+        """The next turn. It carries START until the server has answered one, as a refused turn opens nothing."""
+        request = self._request(payload, start=not self.is_accepted, end=False)
+        self._is_started = True
+        return request
+
+    def accept(self) -> None:
+        """The server has answered a turn."""
+        self.is_accepted = True
+
+    def end(self) -> InferRequest | None:
+        """The request that drops the sequence on the server; None where no turn was sent. The next turn starts anew."""
+        if not self._is_started:
+            return None
+        self.is_accepted = self._is_started = False
+        return self._request(stop_payload(END_TIMEOUT_S), start=False, end=True)
+
+    def _request(self, payload: Payload, *, start: bool, end: bool) -> InferRequest:
+        return InferRequest(
+            model=self._model,
+            request_id=uuid4().hex,
+            sequence_id=self.sequence_id,
+            sequence_start=start,
+            sequence_end=end,
+            payload=payload,
+        )

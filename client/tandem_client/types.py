@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a generation yields: chunks of text as they become final, usage with the last one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """What a request cost. Times are the server's `time.time_ns()`; 0: that point was never reached."""
+
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_rate: float = 0.0  # accepted / drafted tokens; 0.0 without drafts
+    arrival_time_ns: int = 0
+    first_scheduled_time_ns: int = 0
+    first_token_time_ns: int = 0
+    last_token_time_ns: int = 0
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from the request's arrival at the server to its first token; None without a token."""
+        if not self.first_token_time_ns:
+            return None
+        return (self.first_token_time_ns - self.arrival_time_ns) / NS_PER_S
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Tokens a second after the first one; None for less than two tokens."""
+        elapsed_ns = self.last_token_time_ns - self.first_token_time_ns
+        if self.num_output_tokens < 2 or elapsed_ns <= 0:
+            return None
+        return (self.num_output_tokens - 1) * NS_PER_S / elapsed_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one round of the server added to an answer; the last chunk has finish_reason and usage."""
+
+    text: str = ""  # final text: whole characters that are never taken back
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] | None = None  # natural logs, one a token; None unless asked for
+    finish_reason: str | None = None  # "stop", "length" or "cancelled"
+    usage: Usage | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    finish_reason: str
+    usage: Usage
+
+    @classmethod
+    def from_chunks(cls, chunks: Iterable[Chunk]) -> "Completion":
+        """Join the chunks of one generation. Raises ValueError where the last one is missing."""
+        parts = list(chunks)
+        if not parts or parts[-1].finish_reason is None or parts[-1].usage is None:
+            raise ValueError("chunks: the last one must have a finish_reason and usage")
+        has_logprobs = any(part.logprobs is not None for part in parts)
+        return cls(
+            text="".join(part.text for part in parts),
+            token_ids=tuple(token for part in parts for token in part.token_ids),
+            logprobs=tuple(value for part in parts for value in part.logprobs or ()) if has_logprobs else None,
+            finish_reason=parts[-1].finish_reason,
+            usage=parts[-1].usage,
+        )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and responses as plain data, and their gRPC messages. Pure; shared by both transports."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tritonclient.grpc import InferResult, service_pb2
+from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
+
+from tandem_client.errors import ConnectionFailedError, RequestTimeoutError, ServerError, TandemClientError
+from tandem_client.payload import Payload, Tensor
+
+SequenceId = int | str
+
+# gRPC status names that Triton server spells in another way.
+_TRITON_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferRequest:
+    """A payload and where it goes: a model, a sequence, and the place in that sequence."""
+
+    model: str
+    request_id: str
+    sequence_id: SequenceId
+    sequence_start: bool
+    sequence_end: bool
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class InferResponse:
+    """One response: output tensors by name, and whether the server says that it is the request's last."""
+
+    outputs: Mapping[str, Tensor] = field(default_factory=dict)
+    is_final: bool = False
+
+    def scalar(self, name: str) -> Any:
+        """The first element of output `name`; text is decoded. None where the output is absent or empty."""
+        tensor = self.outputs.get(name)
+        if tensor is None or tensor.size == 0:
+            return None
+        value = tensor.reshape(-1)[:1].tolist()[0]
+        return value.decode("utf-8") if isinstance(value, bytes) else value
+
+    def json(self, name: str) -> Any:
+        """The JSON value in text output `name`; None where it is absent or empty."""
+        text = self.scalar(name)
+        return json.loads(text) if text else None
+
+
+def encode(request: InferRequest) -> Any:
+    """The ModelInferRequest of `request`; it asks for an empty final response, so that the end is always marked."""
+    message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
+    if isinstance(request.sequence_id, str):
+        message.parameters["sequence_id"].string_param = request.sequence_id
+    else:
+        message.parameters["sequence_id"].int64_param = request.sequence_id
+    message.parameters["sequence_start"].bool_param = request.sequence_start
+    message.parameters["sequence_end"].bool_param = request.sequence_end
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    for name, tensor in request.payload.inputs.items():
+        datatype = np_to_triton_dtype(tensor.dtype)
+        message.inputs.add(name=name, datatype=datatype, shape=tensor.shape)
+        message.raw_input_contents.append(
+            serialize_byte_tensor(tensor).item() if datatype == "BYTES" else tensor.tobytes()
+        )
+    return message
+
+
+def decode(message: Any) -> InferResponse:
+    """The response in a ModelStreamInferResponse. Raises ServerError where it carries an error."""
+    if message.error_message:
+        raise ServerError.parse(message.error_message)
+    response = message.infer_response
+    result = InferResult(response)
+    is_final = "triton_final_response" in response.parameters
+    return InferResponse(
+        outputs={output.name: result.as_numpy(output.name) for output in response.outputs},
+        is_final=is_final and response.parameters["triton_final_response"].bool_param,
+    )
+
+
+def translate_status(code: str, details: str, url: str) -> TandemClientError:
+    """The client's exception for a stream that ended with gRPC status `code` (a name such as UNAVAILABLE)."""
+    if code == "DEADLINE_EXCEEDED":
+        return RequestTimeoutError("the answer was not complete within timeout_s")
+    if code == "UNAVAILABLE" and not details.startswith("["):
+        return ConnectionFailedError(f"{url}: {details}")
+    return ServerError.parse(details, default_code=_TRITON_CODES.get(code, code))
