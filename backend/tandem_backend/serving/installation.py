@@ -32,7 +32,7 @@ class LaunchError(TandemError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonInstallation:
-    """Where the parts of one Triton server lie. `backend_dir` holds python/libtriton_python.so, perhaps without a stub."""
+    """Where the parts of a Triton server lie; `backend_dir` holds python/libtriton_python.so, not always a stub."""
 
     root: Path
     binary: Path
@@ -42,7 +42,7 @@ class TritonInstallation:
     needs_numpy_below_2: bool
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """`base` with the libraries and this Python in front: the stub takes its prefix from the first python3 in PATH."""
+        """`base` with the libraries and this Python in front: the stub takes its prefix from PATH's first python3."""
         libraries = [*map(str, self.library_dirs), base.get("LD_LIBRARY_PATH", "")]
         path = [str(Path(sys.executable).parent), base.get("PATH", os.defpath)]
         found = {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, libraries)), "PATH": os.pathsep.join(path)}

@@ -24,6 +24,8 @@ __all__ = ["LaunchError", "TritonInstallation", "TritonServer", "find_triton_ser
 
 _POLL_S = 0.1
 _EXIT_GRACE_S = 15  # the server may take this much longer than its exit timeout
+# Lines of the server's log that never say why it failed; a machine without a GPU has the last two.
+_NOISE = re.compile(r"[IW]\d{4} |[+|]|\s*$|E\d{4} .*CudaDriverHelper|Error: Failed to initialize NVML")
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -37,7 +39,6 @@ class TritonServer:
     http_url: str  # "HOST:PORT", as are the other two
     grpc_url: str
     metrics_url: str
-    process: subprocess.Popen[bytes]
 
     def __init__(
         self,
@@ -66,6 +67,14 @@ class TritonServer:
         # Servers that share /dev/shm must not share names, and what a killed one leaves must be found again.
         self._shm_prefix = f"tandem_{os.getpid()}_{secrets.token_hex(4)}_"
         self._run_dir: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The server's process, of the last run after stop(). Raises RuntimeError before the first."""
+        if self._process is None:
+            raise RuntimeError("the server was not started")
+        return self._process
 
     @property
     def pid(self) -> int:
@@ -75,7 +84,9 @@ class TritonServer:
         self.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -92,7 +103,6 @@ class TritonServer:
         reachable = "127.0.0.1" if self._host == "0.0.0.0" else self._host
         self.http_url, self.grpc_url, self.metrics_url = (f"{reachable}:{port}" for port in ports.values())
         self._run_dir = Path(tempfile.mkdtemp(prefix="tandem-"))
-        self._log_path = self._log_path or self._run_dir / "server.log"
         try:
             self._spawn(self._command(installation, ports), installation.environment(os.environ))
             self._wait_until_ready()
@@ -105,20 +115,20 @@ class TritonServer:
         if self._run_dir is None:
             return
         try:
-            if hasattr(self, "process"):
-                self.process.terminate()
+            if self._process is not None:
+                self._process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    self.process.wait(self._exit_timeout_s + _EXIT_GRACE_S)
+                    self._process.wait(self._exit_timeout_s + _EXIT_GRACE_S)
         finally:
             self._remove_leftovers()
 
-    def log_tail(self, num_lines: int = 40) -> str:
-        """The last lines of the log from its first error on; the very last ones when it shows no error."""
-        if self._foreground or self._log_path is None or not self._log_path.exists():
+    def log_tail(self, num_lines: int = 30) -> str:
+        """The last lines of the log that say something about a failure: without notices, tables and blank lines."""
+        path = self._log_file()
+        if path is None or not path.exists():
             return ""
-        lines = self._log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-        first_error = next((index for index, line in enumerate(lines) if re.match(r"E\d{4} |error:", line)), 0)
-        return "\n".join(lines[first_error:][-num_lines:])
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return "\n".join([line for line in lines if not _NOISE.match(line)][-num_lines:])
 
     def _command(self, installation: TritonInstallation, ports: dict[str, int]) -> list[str]:
         assert self._run_dir is not None
@@ -134,31 +144,39 @@ class TritonServer:
         ]
 
     def _spawn(self, command: list[str], env: dict[str, str]) -> None:
+        path = self._log_file()
         with ExitStack() as stack:
-            output = None
-            if not self._foreground:
-                assert self._log_path is not None
-                output = stack.enter_context(self._log_path.open("wb"))
+            output = stack.enter_context(path.open("wb")) if path else None
             # A process group of its own: a terminal's Ctrl-C reaches the server once, through stop(), and the group
             # still names the stubs when the server itself is gone.
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
             )
+
+    def _log_file(self) -> Path | None:
+        if self._foreground:
+            return None
+        return self._log_path or (self._run_dir / "server.log" if self._run_dir else None)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s
         while self._http_status("GET", "/v2/health/ready")[0] != 200:
             code = self.process.poll()
             if code is not None:
-                raise LaunchError(f"Triton server exited with code {code} before it was ready\n{self.log_tail()}".rstrip())
+                raise self._failure(f"exited with code {code} before it was ready")
             if time.monotonic() > deadline:
-                raise LaunchError(f"Triton server is not ready after {self._ready_timeout_s:g} s\n{self.log_tail()}".rstrip())
+                raise self._failure(f"is not ready after {self._ready_timeout_s:g} s")
             time.sleep(_POLL_S)
         models = json.loads(self._http_status("POST", "/v2/repository/index")[1])
         # A model without a state was not asked for (explicit model control).
-        failed = [f"{model['name']}: {model.get('reason')}" for model in models if model.get("state", "READY") != "READY"]
+        failed = [
+            f"{model['name']}: {model.get('reason')}" for model in models if model.get("state", "READY") != "READY"
+        ]
         if failed:
-            raise LaunchError(f"models did not load: {'; '.join(failed)}\n{self.log_tail()}".rstrip())
+            raise self._failure(f"did not load {'; '.join(failed)}")
+
+    def _failure(self, what: str) -> LaunchError:
+        return LaunchError(f"Triton server {what}\n{self.log_tail()}".rstrip())
 
     def _http_status(self, method: str, path: str) -> tuple[int, bytes]:
         """Status and body; status 0 when the server does not answer."""
@@ -173,10 +191,10 @@ class TritonServer:
             connection.close()
 
     def _remove_leftovers(self) -> None:
-        if hasattr(self, "process"):
+        if self._process is not None:
             with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         for region in _SHARED_MEMORY.glob(f"{self._shm_prefix}*"):
             region.unlink(missing_ok=True)
         if self._run_dir is not None:
@@ -194,6 +212,6 @@ def choose_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
             try:
                 listener.bind((host, port))
             except OSError as error:
-                raise LaunchError(f"{option} {port}: can't listen on {host}:{port}: {error.strerror}; choose another port with {option}") from error
+                raise LaunchError(f"{option} {port}: can't listen on {host}:{port} ({error.strerror})") from error
             chosen[option] = listener.getsockname()[1]
     return chosen

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+# All set-up goes into .venv; stamps there make a second run start at once.
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+KERNEL_SOURCES := $(wildcard kernels/tandem_kernels/cpu/*.[ch]) kernels/build_kernels.py
+KERNELS := kernels/tandem_kernels/cpu/tandem_cpu_v3.so kernels/tandem_kernels/cpu/tandem_cpu_v4.so
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: help install build demo serve test check bench clean
+.DEFAULT_GOAL := help
+
+help: ## show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: $(INSTALLED) build ## set up .venv: Tandem, torch and Triton server (PYTHON=... names the Python to use)
+
+build: $(KERNELS) ## compile the CPU kernels where their sources have changed
+
+demo: install ## start Triton server, stream the answers to three prompts, stop it
+	@$(BIN)/tandem demo $(ARGS)
+
+serve: install ## run Triton server on ports 8000 (HTTP), 8001 (gRPC) and 8002 (metrics)
+	@$(BIN)/tandem serve $(ARGS)
+
+test: install ## run the tests, those against a real Triton server included (ARGS=... goes to pytest)
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: install ## format check, lint and type check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: install ## decode and prefill speed beside transformers
+	@$(BIN)/tandem bench $(ARGS)
+
+clean: ## remove .venv, the compiled kernels and caches
+	rm -rf $(VENV) $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@python=$$(scripts/find_python) && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV)
+
+# The build tools first: the packages are then built with them, at the versions of constraints.txt.
+$(INSTALLED): pyproject.toml client/pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing Tandem, torch and Triton server into $(VENV) (minutes on a first run)"
+	@$(PIP) install -c constraints.txt hatchling ziglang
+	@$(PIP) install -c constraints.txt --no-build-isolation -e client -e ".[dev,server]"
+	@touch $@
+
+$(KERNELS) &: $(KERNEL_SOURCES) | $(INSTALLED)
+	@$(BIN)/python kernels/build_kernels.py

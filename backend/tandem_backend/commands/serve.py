@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tandem serve`: a Triton server over a model repository, in the foreground."""
+
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from tandem_backend.serving.launcher import LaunchError, TritonServer
+
+_LOG_ARGS = {
+    "error": ("--log-info=false", "--log-warning=false"),
+    "warning": ("--log-info=false",),
+    "info": (),
+    "verbose": ("--log-verbose=1",),
+}
+
+
+@click.command()
+@click.option(
+    "--model-repository",
+    type=click.Path(path_type=Path),
+    default=Path("model_repository"),
+    show_default="./model_repository",
+    help="Folder with the models to serve.",
+)
+@click.option("--triton-server", metavar="PATH", help="Triton server's folder or binary [env: TANDEM_TRITON_SERVER].")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: a free port.")
+@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True, help="0: a free port.")
+@click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True, help="0: a free port.")
+@click.option("--log-level", type=click.Choice(list(_LOG_ARGS)), default="warning", show_default=True)
+@click.option(
+    "--ready-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=300,
+    show_default=True,
+    help="Seconds the models get to load.",
+)
+@click.option(
+    "--exit-timeout",
+    type=click.IntRange(min=0),
+    default=30,
+    show_default=True,
+    help="Seconds running requests get to finish after SIGTERM or Ctrl-C.",
+)
+@click.argument("server_args", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    model_repository: Path,
+    triton_server: str | None,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+    log_level: str,
+    ready_timeout: float,
+    exit_timeout: int,
+    server_args: tuple[str, ...],
+) -> None:
+    """Serve a model repository with Triton server until SIGTERM or Ctrl-C.
+
+    SERVER_ARGS after `--` go to tritonserver as they are. Exits with the server's code.
+    """
+    server = TritonServer(
+        model_repository,
+        triton_server=triton_server,
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        foreground=True,
+        extra_args=(*_LOG_ARGS[log_level], *server_args),
+        ready_timeout_s=ready_timeout,
+        exit_timeout_s=exit_timeout,
+    )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals stop the server and its stubs
+    try:
+        with server:
+            click.echo(_announcement(server), err=True)
+            server.process.wait()
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        pass  # the server has been stopped on the way out of the block
+    code = server.process.wait()
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _announcement(server: TritonServer) -> str:
+    return f"""
+Tandem is ready:
+  HTTP     http://{server.http_url}
+  gRPC     {server.grpc_url}
+  metrics  http://{server.metrics_url}/metrics
+
+  curl -N http://{server.http_url}/v2/models/tandem_generate/generate_stream \\
+      -d '{{"text_input": "def parse_args(", "stream": true, "max_tokens": 64}}'
+"""
