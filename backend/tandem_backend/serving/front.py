@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton model `tandem_generate`: the same contract without sequences, for HTTP generate and plain clients.
+
+HTTP generate can't carry a sequence id, and `tandem` requires one. So each request is forwarded under an id of its own.
+"""
+
+import json
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from tandem_backend.errors import InternalError, UnavailableError
+from tandem_backend.serving.loop import POLL_INTERVAL_S
+from tandem_backend.serving.model_config import string_parameters
+from tandem_backend.serving.request import FLAG_SEQUENCE_END, FLAG_SEQUENCE_START
+from tandem_backend.serving.response import FINAL, triton_error
+from tandem_backend.serving.watchdog import exit_with_parent
+
+# START and END in one request: Triton server frees the sequence's slot at once, the engine its state at the end.
+ONE_SHOT = FLAG_SEQUENCE_START | FLAG_SEQUENCE_END
+# More than the engine's default max_active + max_queued, so that usually the engine is the one that refuses.
+DEFAULT_MAX_REQUESTS = 512
+NUM_CLOSERS = 4
+
+
+@dataclass(slots=True)
+class _Forwarded:
+    """A request on its way through `tandem`."""
+
+    sequence_id: str
+    sender: Any
+    responses: Any  # the BLS response iterator
+
+
+class TritonPythonModel:
+    """Forwards every request on a thread of its own and passes the responses through unchanged."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        exit_with_parent()
+        parameters = string_parameters(json.loads(args["model_config"]))
+        self._model_name = parameters.get("model_name", "tandem")
+        self._max_requests = int(parameters.get("max_requests", DEFAULT_MAX_REQUESTS))
+        self._places = threading.Semaphore(self._max_requests)
+        self._pool = ThreadPoolExecutor(self._max_requests, thread_name_prefix="forward")
+        self._closers = ThreadPoolExecutor(NUM_CLOSERS, thread_name_prefix="close")
+        self._lock = threading.Lock()
+        self._live: dict[str, _Forwarded] = {}
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        self._watcher.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            if self._places.acquire(blocking=False):
+                self._pool.submit(self._serve, request)
+            else:
+                error = UnavailableError(f"max_requests: {self._max_requests} requests are being served, try later")
+                _finish(request.get_response_sender(), triton_error(error))
+
+    def finalize(self) -> None:
+        """Triton calls it after the last request has ended."""
+        self._stopping.set()
+        self._watcher.join()
+        self._pool.shutdown(wait=False)
+        self._closers.shutdown(wait=False)
+
+    def _serve(self, request: Any) -> None:
+        sender = request.get_response_sender()
+        error = None
+        try:
+            if not sender.is_cancelled():
+                self._forward(request, sender)
+        except pb_utils.TritonModelException as failure:  # Triton refused it: `tandem` is not loaded, wrong dtype, ...
+            error = pb_utils.TritonError(str(failure))
+        except Exception as failure:
+            error = triton_error(InternalError(f"{type(failure).__name__}: {failure}"))
+        finally:
+            _finish(sender, error)
+            self._places.release()
+
+    def _forward(self, request: Any, sender: Any) -> None:
+        sequence_id = f"generate-{uuid.uuid4()}"
+        inner = pb_utils.InferenceRequest(
+            model_name=self._model_name,
+            request_id=request.request_id(),
+            correlation_id=sequence_id,
+            flags=ONE_SHOT,
+            requested_output_names=request.requested_output_names(),
+            inputs=request.inputs(),
+            parameters=_bls_parameters(request.parameters()),
+        )
+        forwarded = _Forwarded(sequence_id, sender, inner.exec(decoupled=True))
+        with self._lock:
+            self._live[sequence_id] = forwarded
+        ended = False
+        try:
+            for response in forwarded.responses:
+                if response.has_error():
+                    sender.send(pb_utils.InferenceResponse(output_tensors=[], error=response.error()))
+                elif response.output_tensors():  # the empty one only carries the FINAL flag
+                    sender.send(response)
+            ended = True
+        finally:
+            with self._lock:
+                self._live.pop(sequence_id, None)
+            if not ended:  # a response could not be sent: nobody is left to generate for
+                self._cancel(forwarded)
+
+    def _watch(self) -> None:
+        """Cancellation does not travel through BLS by itself."""
+        while not self._stopping.wait(POLL_INTERVAL_S):
+            with self._lock:
+                live = list(self._live.values())
+            for forwarded in live:
+                if forwarded.sender.is_cancelled():
+                    with self._lock:
+                        self._live.pop(forwarded.sequence_id, None)
+                    self._closers.submit(self._cancel, forwarded)
+
+    def _cancel(self, forwarded: _Forwarded) -> None:
+        """End the inner request: by its iterator where Triton server has that (2025 and later), else by closing it."""
+        try:
+            if hasattr(forwarded.responses, "cancel"):
+                forwarded.responses.cancel()
+                return
+            stop = pb_utils.InferenceRequest(
+                model_name=self._model_name,
+                correlation_id=forwarded.sequence_id,
+                flags=ONE_SHOT,
+                requested_output_names=["text_output"],
+                inputs=[pb_utils.Tensor("stop", np.array([True]))],
+            )
+            for response in stop.exec(decoupled=True):
+                if response.has_error():
+                    raise InternalError(response.error().message())
+        except Exception as error:
+            pb_utils.Logger.log_warn(f"a cancelled request could not be stopped: {error}")
+
+
+def _bls_parameters(parameters: str) -> dict[str, str | int | bool]:
+    """Request parameters for an inner request, which takes no floats: those go as text."""
+    values = json.loads(parameters or "{}")
+    return {name: repr(value) if isinstance(value, float) else value for name, value in values.items()}
+
+
+def _finish(sender: Any, error: Any | None) -> None:
+    """Send FINAL, with `error` if there is one."""
+    if error is None:
+        sender.send(flags=FINAL)
+        return
+    try:
+        sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), flags=FINAL)
+    except Exception:
+        sender.send(flags=FINAL)

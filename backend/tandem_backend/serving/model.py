@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton model `tandem`: requests in, streams out, sequences kept as sessions."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from tandem_backend.config import load_engine_config
+from tandem_backend.engine import Engine
+from tandem_backend.errors import InternalError, TandemError
+from tandem_backend.serving.log import log_to_triton
+from tandem_backend.serving.loop import EngineLoop
+from tandem_backend.serving.model_config import check_model_config, engine_overrides
+from tandem_backend.serving.request import parse_request
+from tandem_backend.serving.response import Responder
+from tandem_backend.serving.watchdog import exit_with_parent
+
+
+class TritonPythonModel:
+    """Triton calls execute() with one request at a time (max_batch_size 0) and expects it back at once."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Load the engine. Raises pb_utils.TritonModelException naming the wrong key of config.pbtxt or engine.json."""
+        exit_with_parent()
+        log_to_triton()
+        config = json.loads(args["model_config"])
+        path = Path(args["model_repository"]) / args["model_version"] / "engine.json"
+        try:
+            check_model_config(config)
+            self._engine = Engine(load_engine_config(path, engine_overrides(config)))
+        except TandemError as error:
+            raise pb_utils.TritonModelException(error.wire()) from error
+        self._request_ids = (str(number) for number in itertools.count(1))
+        self._loop = EngineLoop(self._engine)
+        self._loop.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hand the requests to the engine loop; responses follow through their senders."""
+        for request in requests:
+            self._accept(request)
+
+    def finalize(self) -> None:
+        """Answer what is left with UNAVAILABLE and stop. Also called when initialize() failed."""
+        if hasattr(self, "_loop"):
+            self._loop.stop()
+
+    def _accept(self, request: Any) -> None:
+        sender = request.get_response_sender()
+        try:
+            self._submit(request, sender)
+        except TandemError as error:
+            Responder(sender).fail(error)
+        except Exception as error:
+            pb_utils.Logger.log_error(f"a request failed before it ran: {type(error).__name__}: {error}")
+            Responder(sender).fail(InternalError(f"{type(error).__name__}: {error}"))
+
+    def _submit(self, request: Any, sender: Any) -> None:
+        request_id = next(self._request_ids)
+        parsed = parse_request(request, request_id)
+        if parsed.ignored:
+            pb_utils.Logger.log_info(f"unknown sampling parameters are ignored: {', '.join(parsed.ignored)}")
+        if parsed.request is None:
+            assert parsed.sequence_id is not None
+            self._loop.close_sequence(parsed.sequence_id, request_id, Responder(sender, parsed.options))
+            return
+        prepared = self._engine.prepare(parsed.request)
+        self._loop.submit(prepared, Responder(sender, parsed.options, prepared.num_prompt_tokens))

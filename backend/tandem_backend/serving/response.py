@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer to one request: data responses and, whatever happens, exactly one FINAL flag."""
+
+import json
+from typing import Any, Protocol
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from tandem_backend.errors import InternalError, TandemError
+from tandem_backend.serving.request import ResponseOptions
+from tandem_backend.types import RequestStats, StepOutput
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# vLLM's text while a request runs; its clients compare with it.
+NO_FINISH_REASON = "None"
+
+
+class Sender(Protocol):
+    """Triton's response sender. Sending after FINAL raises; a client whose request never gets FINAL hangs."""
+
+    def send(self, response: Any = None, flags: int = 0) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+class Responder:
+    """Turns StepOutputs into responses. Not thread-safe: the engine loop's sender thread owns it once submitted."""
+
+    def __init__(self, sender: Sender, options: ResponseOptions | None = None, num_prompt_tokens: int = 0) -> None:
+        self._sender = sender
+        self._options = options or ResponseOptions()
+        self._num_prompt_tokens = num_prompt_tokens
+        self._text = self._options.echo
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._cumulative_logprob = 0.0
+        self.finished = False
+
+    def is_cancelled(self) -> bool:
+        """Whether the client has cancelled or gone away (about 0.1 ms: not for every round)."""
+        return bool(self._sender.is_cancelled())
+
+    def output(self, output: StepOutput) -> None:
+        """Take one round's output; send it if the client streams or it is the last. Never raises."""
+        if self.finished:
+            return
+        if output.error is not None:
+            self.fail(output.error)
+            return
+        self._text += output.text
+        self._token_ids += output.token_ids
+        self._logprobs += output.logprobs
+        self._cumulative_logprob += sum(output.logprobs)
+        if not output.is_last and not (self._options.stream and (self._text or self._token_ids)):
+            return
+        try:
+            self._send(pb_utils.InferenceResponse(output_tensors=self._tensors(output)), output.is_last)
+        except Exception as error:
+            self.fail(InternalError(f"the response could not be sent: {error}"))
+        self._text, self._token_ids, self._logprobs = "", [], []
+
+    def fail(self, error: TandemError) -> None:
+        """Answer with `error` and FINAL. Never raises."""
+        if self.finished:
+            return
+        try:
+            self._send(pb_utils.InferenceResponse(output_tensors=[], error=triton_error(error)), final=True)
+        except Exception:
+            self._send_bare_final()
+
+    def _send(self, response: Any, final: bool) -> None:
+        self._sender.send(response, flags=FINAL if final else 0)
+        self.finished = final
+
+    def _send_bare_final(self) -> None:
+        """The last resort: the client at least stops waiting."""
+        self.finished = True
+        try:
+            self._sender.send(flags=FINAL)
+        except Exception as error:
+            pb_utils.Logger.log_error(f"a request could not be finished: {error}")
+
+    def _tensors(self, output: StepOutput) -> list[Any]:
+        options = self._options
+        logprobs = [
+            {"token_id": token_id, "logprob": logprob}
+            for token_id, logprob in zip(self._token_ids, self._logprobs, strict=False)
+        ]
+        columns: list[tuple[str, bool, Any, list[Any]]] = [
+            ("text_output", True, object, [self._text]),
+            ("finish_reason", options.return_finish_reason, object, [output.finish_reason or NO_FINISH_REASON]),
+            ("cumulative_logprob", options.return_cumulative_logprob, np.float32, [self._cumulative_logprob]),
+            ("logprobs", options.return_logprobs, object, [json.dumps(logprobs)]),
+            ("num_input_tokens", options.return_num_input_tokens, np.uint32, [self._num_prompt_tokens]),
+            ("num_output_tokens", options.return_num_output_tokens, np.uint32, [len(self._token_ids)]),
+            ("token_ids", options.return_token_ids, np.int32, self._token_ids),
+        ]
+        if options.return_perf_metrics and output.is_last and output.stats is not None:
+            columns += _perf_columns(output.stats)
+        return [pb_utils.Tensor(name, np.array(data, dtype=dtype)) for name, wanted, dtype, data in columns if wanted]
+
+
+def triton_error(error: TandemError) -> Any:
+    """Triton's error of the same status; the status is in the text too, because HTTP generate always answers 400."""
+    return pb_utils.TritonError(error.wire(), getattr(pb_utils.TritonError, error.code))
+
+
+def _perf_columns(stats: RequestStats) -> list[tuple[str, bool, Any, list[Any]]]:
+    rate = stats.num_accepted_tokens / stats.num_draft_tokens if stats.num_draft_tokens else 0.0
+    return [
+        ("acceptance_rate", True, np.float32, [rate]),
+        ("total_accepted_draft_tokens", True, np.int32, [stats.num_accepted_tokens]),
+        ("total_draft_tokens", True, np.int32, [stats.num_draft_tokens]),
+        ("arrival_time_ns", True, np.int64, [stats.arrival_time_ns]),
+        ("first_scheduled_time_ns", True, np.int64, [stats.first_scheduled_time_ns]),
+        ("first_token_time_ns", True, np.int64, [stats.first_token_time_ns]),
+        ("last_token_time_ns", True, np.int64, [stats.last_token_time_ns]),
+    ]

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose outputs are written down beforehand: the contract of `tandem_backend.engine` without a model."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tandem_backend.errors import InvalidRequestError
+from tandem_backend.types import FinishReason, Request, SequenceId, StepOutput
+
+# A step that raises it fails as a whole, as an engine bug would.
+Script = Sequence[StepOutput | Exception]
+
+
+@dataclass(frozen=True, slots=True)
+class FakePrepared:
+    request: Request
+    num_prompt_tokens: int
+
+
+def chunk(text: str = "", *, finish_reason: FinishReason | None = None, **values: object) -> StepOutput:
+    """One scripted output: a token per word, each with logprob -0.5."""
+    num_tokens = len(text.split())
+    fields = {"token_ids": tuple(range(num_tokens)), "logprobs": (-0.5,) * num_tokens} | values
+    return StepOutput(request_id="", text=text, finish_reason=finish_reason, **fields)
+
+
+class ScriptedEngine:
+    """Plays the script named by a request's prompt text, one output a step; without a last output it runs until cancelled."""
+
+    def __init__(self, scripts: Mapping[str, Script]) -> None:
+        self.scripts = scripts
+        self.requests: dict[str, Request] = {}
+        self.sessions: set[SequenceId] = set()
+        self.num_sweeps = 0
+        self._left: dict[str, list[StepOutput | Exception]] = {}
+        self._cancelled: set[str] = set()
+
+    def prepare(self, request: Request) -> FakePrepared:
+        if not request.prompt.text:
+            raise InvalidRequestError("text_input: must not be empty")
+        return FakePrepared(request, len(request.prompt.text.split()))
+
+    def add(self, prepared: FakePrepared) -> None:
+        request = prepared.request
+        if request.sequence_id is not None:
+            if not request.sequence_start and request.sequence_id not in self.sessions:
+                raise InvalidRequestError(f"sequence_id: {request.sequence_id} is not known, send START")
+            self.sessions.add(request.sequence_id)
+        self.requests[request.request_id] = request
+        self._left[request.request_id] = list(self.scripts[request.prompt.text])
+
+    def cancel(self, request_id: str) -> None:
+        if request_id in self._left:
+            self._cancelled.add(request_id)
+
+    def close_sequence(self, sequence_id: SequenceId) -> None:
+        self.sessions.discard(sequence_id)
+        for request_id in self._left:
+            if self.requests[request_id].sequence_id == sequence_id:
+                self.cancel(request_id)
+
+    def has_work(self) -> bool:
+        return bool(self._left)
+
+    def step(self) -> list[StepOutput]:
+        time.sleep(0.001)
+        outputs = []
+        for request_id, script in list(self._left.items()):
+            if request_id in self._cancelled:
+                outputs.append(StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+            elif script:
+                item = script.pop(0)
+                if isinstance(item, Exception):
+                    raise item
+                outputs.append(replace(item, request_id=request_id))
+        for output in outputs:
+            if output.is_last:
+                del self._left[output.request_id]
+                self._cancelled.discard(output.request_id)
+        return outputs
+
+    def sweep(self) -> int:
+        self.num_sweeps += 1
+        return 0
