@@ -1,1 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Deterministic kernels: one module an op, holding its interface and its reference twin. See kernels/README.md."""
+
+from tandem_kernels.argmax import argmax
+from tandem_kernels.attention import attention, store_kv
+from tandem_kernels.causal_conv import causal_conv, update_conv_state
+from tandem_kernels.cpu import PackedWeight, set_num_threads
+from tandem_kernels.gate_mul import gate_mul
+from tandem_kernels.gated_delta import gated_delta, gated_delta_commit
+from tandem_kernels.linear import linear, pack_weight
+from tandem_kernels.rms_norm import gated_rms_norm, rms_norm
+from tandem_kernels.rope import rope, rope_tables
+
+__all__ = [
+    "PackedWeight",
+    "argmax",
+    "attention",
+    "causal_conv",
+    "gate_mul",
+    "gated_delta",
+    "gated_delta_commit",
+    "gated_rms_norm",
+    "linear",
+    "pack_weight",
+    "rms_norm",
+    "rope",
+    "rope_tables",
+    "set_num_threads",
+    "store_kv",
+    "update_conv_state",
+]

@@ -1,1 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
+"""CPU implementations of the ops: thin calls into the compiled library. The op modules hold interfaces and shapes."""
+
+from tandem_kernels.cpu.library import set_num_threads
+from tandem_kernels.cpu.ops import (
+    PackedWeight,
+    argmax,
+    attention,
+    causal_conv,
+    gate_mul,
+    gated_delta,
+    gated_delta_commit,
+    gated_rms_norm,
+    linear,
+    pack_weight,
+    rms_norm,
+    rope,
+    store_kv,
+)
+
+__all__ = [
+    "PackedWeight",
+    "argmax",
+    "attention",
+    "causal_conv",
+    "gate_mul",
+    "gated_delta",
+    "gated_delta_commit",
+    "gated_rms_norm",
+    "linear",
+    "pack_weight",
+    "rms_norm",
+    "rope",
+    "set_num_threads",
+    "store_kv",
+]

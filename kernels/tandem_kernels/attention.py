@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged tree attention: a row reads its sequence's committed blocks, then its own ancestors of this pass.
+
+Keys are visited by absolute position; softmax partials belong to fixed blocks of positions and merge in block order.
+Source of the paged layout: Kwon et al. 2023; of the running softmax: Milakov and Gimelshein 2018.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem_kernels import cpu
+
+
+def attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    prefix_lens: Tensor,
+    parents: Tensor,
+    row_seqs: Tensor,
+    scale: float,
+) -> Tensor:
+    """Attention output of every row, grouped queries.
+
+    q: [rows, heads, dim] float32; k_new: [rows, kv_heads, dim]; v_new: [rows, kv_heads * dim], rows may be strided;
+    k_cache, v_cache: [blocks, kv_heads, block, dim] float32, read below a sequence's prefix length only;
+    block_tables: [seqs, n] int32; prefix_lens: [seqs] int32; parents: [rows] int32, row index or -1; row_seqs: [rows]
+    int32, index into block_tables. Returns [rows, heads * dim] float32.
+    """
+    return cpu.attention(q, k_new, v_new, k_cache, v_cache, block_tables, prefix_lens, parents, row_seqs, scale)
+
+
+def attention_reference(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    prefix_lens: Tensor,
+    parents: Tensor,
+    row_seqs: Tensor,
+    scale: float,
+) -> Tensor:
+    """Executable spec of `attention`, in q's dtype."""
+    rows, heads, dim = q.shape
+    _, kv_heads, block, _ = k_cache.shape
+    v_new = v_new.reshape(rows, kv_heads, dim)
+    outputs = []
+    for row in range(rows):
+        path = [row]
+        while parents[path[0]] >= 0:
+            path.insert(0, int(parents[path[0]]))
+        seq = int(row_seqs[row])
+        positions = torch.arange(int(prefix_lens[seq]))
+        pages = block_tables[seq].long()[positions // block]
+        keys = torch.cat([k_cache[pages, :, positions % block], k_new[path]]).to(q.dtype)  # [length, kv_heads, dim]
+        values = torch.cat([v_cache[pages, :, positions % block], v_new[path]]).to(q.dtype)
+        keys, values = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (keys, values))
+        weights = torch.softmax(torch.einsum("hd,lhd->hl", q[row], keys) * scale, dim=-1)
+        outputs.append(torch.einsum("hl,lhd->hd", weights, values))
+    return torch.stack(outputs).flatten(1)
+
+
+def store_kv(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, places: Tensor) -> None:
+    """Copy rows of this pass into the cache, in place.
+
+    rows: [n] int32 row indices; places: [n] int64, block index * block + offset in it. The rest as in `attention`.
+    """
+    cpu.store_kv(k_new, v_new, k_cache, v_cache, rows, places)

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short depthwise causal convolution over a row's ancestors, with silu. Source: Gated DeltaNet (Yang et al. 2024)."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tandem_kernels import cpu
+
+
+def causal_conv(x: Tensor, state: Tensor, weight: Tensor, parents: Tensor, row_slots: Tensor) -> Tensor:
+    """Convolve each row with its nearest ancestors: rows of this pass first, then the inputs its sequence kept.
+
+    x: [rows, channels] float32, rows may be strided; state: [slots, taps - 1, channels], oldest first;
+    weight: [taps, channels], the row's own tap last; parents: [rows] int32, row index or -1; row_slots: [rows] int32.
+    Returns [rows, channels] float32. Taps are added oldest first.
+    """
+    return cpu.causal_conv(x, state, weight, parents, row_slots)
+
+
+def causal_conv_reference(x: Tensor, state: Tensor, weight: Tensor, parents: Tensor, row_slots: Tensor) -> Tensor:
+    """Executable spec of `causal_conv`, in x's dtype."""
+    taps = weight.shape[0]
+    rows = []
+    for row in range(x.shape[0]):
+        window: list[Tensor] = []
+        ancestor = row
+        while ancestor >= 0 and len(window) < taps:
+            window.insert(0, x[ancestor])
+            ancestor = int(parents[ancestor])
+        kept = state[row_slots[row].long()].to(x.dtype)
+        window = [*kept[len(window) - 1 :], *window] if len(window) < taps else window
+        rows.append((torch.stack(window) * weight.to(x.dtype)).sum(0))
+    return functional.silu(torch.stack(rows))
+
+
+def update_conv_state(x: Tensor, state: Tensor, slot: int, path_rows: Tensor) -> None:
+    """Keep the newest inputs after the accepted rows `path_rows` [n] int64 (n >= 1) of a sequence, in place."""
+    kept = state[slot]
+    num_kept = kept.shape[0]
+    newest = x[path_rows[-num_kept:], : kept.shape[1]]
+    state[slot] = torch.cat([kept[newest.shape[0] :], newest])

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+// out[r][n] = sum over k of x[r][k] * w[n][k]: one accumulator per output, k ascending, one fma per term. Neither the
+// row count nor the tile shape can enter, so any mix of rows gives each row the same bits. Weights are packed into
+// panels of PANEL outputs: float panels [K][PANEL]; bfloat16 panels [ceil(K/2)][PANEL] of words that hold k (low half)
+// and k+1 (high half).
+#include "pool.h"
+#include "vec.h"
+
+#define PANEL 64
+#if defined(__AVX512F__)
+#define TILE_ROWS 4
+#define TILE_VECS 4
+#else
+#define TILE_ROWS 2
+#define TILE_VECS 2
+#endif
+
+typedef struct {
+    const float *x, *residual;
+    const void *weight;
+    float *out;
+    long rows, n, k, ldx;
+    int is_bf16;
+} linear_args;
+
+INLINE void multiply_row(v16 *acc, const v16 *w, float x, int vecs) {
+    for (int v = 0; v < vecs; v++) acc[v] = fma16(splat(x), w[v], acc[v]);
+}
+
+INLINE void tile(const linear_args *a, const char *panel, long row, long col, int rows, int vecs) {
+    v16 acc[TILE_ROWS][TILE_VECS] = {};
+    v16 w[TILE_VECS];
+    const float *x = a->x + row * a->ldx;
+    if (a->is_bf16) {
+        const uint32_t *words = (const uint32_t *)panel;
+        for (long k = 0; k < a->k; k += 2, words += PANEL) {
+            for (int v = 0; v < vecs; v++) w[v] = (v16)(*(const u16_unaligned *)(words + v * LANES) << 16);
+            for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k], vecs);
+            if (k + 1 == a->k) break;
+            for (int v = 0; v < vecs; v++) w[v] = (v16)(*(const u16_unaligned *)(words + v * LANES) & 0xffff0000u);
+            for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k + 1], vecs);
+        }
+    } else {
+        const float *values = (const float *)panel;
+        for (long k = 0; k < a->k; k++, values += PANEL) {
+            for (int v = 0; v < vecs; v++) w[v] = load16(values + v * LANES);
+            for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k], vecs);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        for (int v = 0; v < vecs; v++) {
+            long first = col + v * LANES, count = min_long(a->n - first, LANES);
+            if (count <= 0) break;
+            v16 y = acc[r][v];
+            if (a->residual) y += load_first(a->residual + (row + r) * a->n + first, count);
+            store_first(a->out + (row + r) * a->n + first, y, count);
+        }
+    }
+}
+
+static void run_panel(void *context, long task, int thread) {
+    (void)thread;
+    const linear_args *a = context;
+    long bytes_per_word = 4, words = a->is_bf16 ? (a->k + 1) / 2 : a->k;
+    const char *panel = (const char *)a->weight + task * words * PANEL * bytes_per_word;
+    for (long row = 0; row < a->rows; row += TILE_ROWS) {
+        for (long v = 0; v < PANEL / LANES; v += TILE_VECS) {
+            long col = task * PANEL + v * LANES;
+            const char *part = panel + v * LANES * bytes_per_word;
+            switch (min_long(a->rows - row, TILE_ROWS)) {
+#if TILE_ROWS > 2
+                case 4: tile(a, part, row, col, 4, TILE_VECS); break;
+                case 3: tile(a, part, row, col, 3, TILE_VECS); break;
+#endif
+                case 2: tile(a, part, row, col, 2, TILE_VECS); break;
+                default: tile(a, part, row, col, 1, TILE_VECS); break;
+            }
+        }
+    }
+}
+
+// x [rows, k] with row stride ldx; residual NULL or [rows, n], added to the finished sum; out [rows, n].
+EXPORT void tandem_linear(const float *x, long ldx, const void *weight, int is_bf16, const float *residual, float *out,
+                          long rows, long n, long k) {
+    linear_args a = {x, residual, weight, out, rows, n, k, ldx, is_bf16};
+    parallel_for((n + PANEL - 1) / PANEL, run_panel, &a);
+}
+
+// Packs rows [0, n) of a row-major weight; the padding columns of the last panel are zero.
+EXPORT void tandem_pack_bf16(const uint16_t *weight, uint32_t *packed, long n, long k) {
+    long words = (k + 1) / 2;
+    for (long col = 0; col < n; col++) {
+        uint32_t *panel = packed + (col / PANEL) * words * PANEL + col % PANEL;
+        for (long i = 0; i < words; i++) {
+            uint32_t high = 2 * i + 1 < k ? weight[col * k + 2 * i + 1] : 0;
+            panel[i * PANEL] = weight[col * k + 2 * i] | high << 16;
+        }
+    }
+}
+
+EXPORT void tandem_pack_f32(const float *weight, float *packed, long n, long k) {
+    for (long col = 0; col < n; col++) {
+        float *panel = packed + (col / PANEL) * k * PANEL + col % PANEL;
+        for (long i = 0; i < k; i++) panel[i * PANEL] = weight[col * k + i];
+    }
+}

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// Ops whose row depends on that row alone (and, for the convolution, on its ancestors). One task a row.
+#include "pool.h"
+#include "vec.h"
+
+#include <math.h>
+
+typedef struct {
+    const float *x, *weight, *gate, *cos, *sin;
+    const int32_t *positions;
+    float *out;
+    long ldx, ldg, heads, dim, rot;
+    float eps;
+} norm_args;
+
+INLINE float inverse_rms(const float *x, long dim, float eps) {
+    return 1.0f / __builtin_sqrtf(dot(x, x, dim) / (float)dim + eps);
+}
+
+INLINE void scale_row(const float *x, float scale, const float *weight, float *y, long dim) {
+    for (long i = 0; i < dim; i += LANES) {
+        long n = dim - i;
+        store_first(y + i, load_first(x + i, n) * splat(scale) * load_first(weight + i, n), n);
+    }
+}
+
+static void rms_norm_row(void *context, long row, int thread) {
+    (void)thread;
+    const norm_args *a = context;
+    const float *x = a->x + row * a->ldx;
+    scale_row(x, inverse_rms(x, a->dim, a->eps), a->weight, a->out + row * a->dim, a->dim);
+}
+
+// out [rows, dim] = x / rms(x) * weight.
+EXPORT void tandem_rms_norm(const float *x, long ldx, const float *weight, float eps, float *out, long rows, long dim) {
+    norm_args a = {.x = x, .weight = weight, .out = out, .ldx = ldx, .dim = dim, .eps = eps};
+    parallel_for(rows, rms_norm_row, &a);
+}
+
+static void gated_norm_row(void *context, long row, int thread) {
+    (void)thread;
+    const norm_args *a = context;
+    for (long h = 0; h < a->heads; h++) {
+        const float *x = a->x + (row * a->heads + h) * a->dim, *gate = a->gate + row * a->ldg + h * a->dim;
+        float *y = a->out + (row * a->heads + h) * a->dim;
+        scale_row(x, inverse_rms(x, a->dim, a->eps), a->weight, y, a->dim);
+        for (long i = 0; i < a->dim; i += LANES) {
+            long n = a->dim - i;
+            v16 g = load_first(gate + i, n);
+            store_first(y + i, load_first(y + i, n) * (g * sigmoid16(g)), n);
+        }
+    }
+}
+
+// out [rows, heads, dim] = x / rms(x) * weight * silu(gate); gate [rows, heads * dim] with row stride ldg.
+EXPORT void tandem_gated_rms_norm(const float *x, const float *gate, long ldg, const float *weight, float eps, float *out,
+                                  long rows, long heads, long dim) {
+    norm_args a = {.x = x, .gate = gate, .ldg = ldg, .weight = weight, .out = out, .heads = heads, .dim = dim, .eps = eps};
+    parallel_for(rows, gated_norm_row, &a);
+}
+
+static void rope_row(void *context, long row, int thread) {
+    (void)thread;
+    const norm_args *a = context;
+    long half = a->rot / 2;
+    const float *cos = a->cos + a->positions[row] * half, *sin = a->sin + a->positions[row] * half;
+    for (long h = 0; h < a->heads; h++) {
+        const float *x = a->x + row * a->ldx + h * a->dim;
+        float *y = a->out + (row * a->heads + h) * a->dim;
+        if (a->weight) scale_row(x, inverse_rms(x, a->dim, a->eps), a->weight, y, a->dim);
+        else memcpy(y, x, a->dim * sizeof(float));
+        for (long i = 0; i < half; i++) {
+            float lower = y[i], upper = y[i + half];
+            y[i] = lower * cos[i] - upper * sin[i];
+            y[i + half] = upper * cos[i] + lower * sin[i];
+        }
+    }
+}
+
+// Per head: RMS norm (weight NULL: none), then rotation of the first `rot` dims by the row's position.
+// x [rows, heads * dim] with row stride ldx; cos, sin [positions, rot / 2]; out [rows, heads, dim].
+EXPORT void tandem_rope(const float *x, long ldx, const float *weight, float eps, const float *cos, const float *sin,
+                        const int32_t *positions, float *out, long rows, long heads, long dim, long rot) {
+    norm_args a = {.x = x, .weight = weight, .cos = cos, .sin = sin, .positions = positions, .out = out,
+                   .ldx = ldx, .heads = heads, .dim = dim, .rot = rot, .eps = eps};
+    parallel_for(rows, rope_row, &a);
+}
+
+typedef struct {
+    const float *x, *gate;
+    float *out;
+    long ldx, ldg, dim;
+} gate_args;
+
+static void silu_mul_row(void *context, long row, int thread) {
+    (void)thread;
+    const gate_args *a = context;
+    for (long i = 0; i < a->dim; i += LANES) {
+        long n = a->dim - i;
+        v16 g = load_first(a->gate + row * a->ldg + i, n), x = load_first(a->x + row * a->ldx + i, n);
+        store_first(a->out + row * a->dim + i, g * sigmoid16(g) * x, n);
+    }
+}
+
+static void sigmoid_mul_row(void *context, long row, int thread) {
+    (void)thread;
+    const gate_args *a = context;
+    for (long i = 0; i < a->dim; i += LANES) {
+        long n = a->dim - i;
+        v16 g = load_first(a->gate + row * a->ldg + i, n), x = load_first(a->x + row * a->ldx + i, n);
+        store_first(a->out + row * a->dim + i, x * sigmoid16(g), n);
+    }
+}
+
+// out [rows, dim] = x * silu(gate) (is_silu) or x * sigmoid(gate).
+EXPORT void tandem_gate_mul(const float *x, long ldx, const float *gate, long ldg, int is_silu, float *out, long rows,
+                            long dim) {
+    gate_args a = {x, gate, out, ldx, ldg, dim};
+    parallel_for(rows, is_silu ? silu_mul_row : sigmoid_mul_row, &a);
+}
+
+typedef struct {
+    const float *x, *state, *weight;
+    const int32_t *parents, *row_slots;
+    float *out;
+    long ldx, channels, taps;
+} conv_args;
+
+static void conv_row(void *context, long row, int thread) {
+    (void)thread;
+    const conv_args *a = context;
+    const float *source[16];
+    // Newest first: the row itself, its ancestors, then the sequence's kept inputs (stored oldest first).
+    const float *kept = a->state + (long)a->row_slots[row] * (a->taps - 1) * a->channels;
+    long ancestor = row, num_kept = a->taps - 1;
+    for (long tap = a->taps - 1; tap >= 0; tap--) {
+        if (ancestor >= 0) {
+            source[tap] = a->x + ancestor * a->ldx;
+            ancestor = a->parents[ancestor];
+        } else {
+            source[tap] = kept + --num_kept * a->channels;
+        }
+    }
+    for (long c = 0; c < a->channels; c += LANES) {
+        long n = a->channels - c;
+        v16 acc = {};
+        for (long tap = 0; tap < a->taps; tap++)
+            acc = fma16(load_first(source[tap] + c, n), load_first(a->weight + tap * a->channels + c, n), acc);
+        store_first(a->out + row * a->channels + c, acc * sigmoid16(acc), n);
+    }
+}
+
+// Depthwise causal convolution over each row's root-to-node path, then silu; at most 16 taps.
+// x [rows, channels] with row stride ldx; state [slots, taps - 1, channels]; weight [taps, channels], oldest tap first.
+EXPORT void tandem_causal_conv(const float *x, long ldx, const float *state, const float *weight, const int32_t *parents,
+                               const int32_t *row_slots, float *out, long rows, long channels, long taps) {
+    conv_args a = {x, state, weight, parents, row_slots, out, ldx, channels, taps};
+    parallel_for(rows, conv_row, &a);
+}
+
+typedef struct {
+    const float *logits;
+    int32_t *ids;
+    float *logprobs;
+    long vocab;
+} argmax_args;
+
+static void argmax_row(void *context, long row, int thread) {
+    (void)thread;
+    const argmax_args *a = context;
+    const float *x = a->logits + row * a->vocab;
+    v16 best = splat(-__builtin_inff());
+    for (long i = 0; i < a->vocab; i += LANES) {
+        v16 y = i + LANES <= a->vocab ? load16(x + i) : best;
+        best = select16(y > best, y, best);
+    }
+    float top = max16(best);
+    for (long i = a->vocab / LANES * LANES; i < a->vocab; i++) top = x[i] > top ? x[i] : top;
+    long id = 0;
+    while (id < a->vocab - 1 && x[id] != top) id++;
+    v16 sum = {};
+    for (long i = 0; i < a->vocab; i += LANES) {
+        long n = a->vocab - i;
+        v16 y = exp16(load_first(x + i, n) - splat(top));
+        if (n < LANES) { v16 z = {}; memcpy(&z, &y, n * sizeof(float)); y = z; }
+        sum += y;
+    }
+    a->ids[row] = (int32_t)id;
+    a->logprobs[row] = (float)-log((double)sum16(sum));
+}
+
+// Lowest index of the largest logit, and its log-probability under the softmax of the row.
+EXPORT void tandem_argmax(const float *logits, int32_t *ids, float *logprobs, long rows, long vocab) {
+    argmax_args a = {logits, ids, logprobs, vocab};
+    parallel_for(rows, argmax_row, &a);
+}
