@@ -44,7 +44,7 @@ $(BIN)/python:
 # The build tools first: the packages are then built with them, at the versions of constraints.txt.
 $(INSTALLED): pyproject.toml client/pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Tandem, torch and Triton server into $(VENV) (minutes on a first run)"
-	@$(PIP) install -c constraints.txt hatchling ziglang
+	@$(PIP) install -c constraints.txt editables hatchling ziglang
 	@$(PIP) install -c constraints.txt --no-build-isolation -e client -e ".[dev,server]"
 	@touch $@
 

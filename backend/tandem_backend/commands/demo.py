@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tandem demo`: three answers streamed from a Triton server that lives as long as the demo."""
 
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ EXAMPLES = (
 @click.option("--max-tokens", type=click.IntRange(min=1), default=120, show_default=True)
 def demo(model_repository: Path, triton_server: str | None, max_tokens: int) -> None:
     """Start Triton server on free ports, stream the answers to three prompts, stop it."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops the server and its stubs, as Ctrl-C does
     click.secho(f"Starting Triton server with {model_repository} ...", dim=True)
     started = time.monotonic()
     try:

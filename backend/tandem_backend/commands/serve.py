@@ -74,7 +74,7 @@ def serve(
         ready_timeout_s=ready_timeout,
         exit_timeout_s=exit_timeout,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # both signals stop the server and its stubs
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops the server and its stubs, as Ctrl-C does
     try:
         with server:
             click.echo(_announcement(server), err=True)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server process against a made-up Triton server: ports, command line, readiness, what stop() leaves."""
+
+import os
+import signal
+import socket
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fakes.triton_installation import READY, SERVER_SCRIPT, make_wheel, write_binary
+from tandem_backend.serving import installation
+from tandem_backend.serving.launcher import LaunchError, TritonServer, choose_ports
+
+
+@pytest.fixture
+def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(installation, "_missing_libraries", lambda binaries, env: [])
+    return make_wheel(tmp_path / "site-packages")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    return folder
+
+
+def test_no_model_repository(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"--model-repository .*/nowhere: no such folder"):
+        TritonServer(tmp_path / "nowhere").start()
+
+
+def test_taken_port_names_its_option() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=rf"--grpc-port {port}: can't listen on 127\.0\.0\.1:{port} \(Address"):
+            choose_ports("127.0.0.1", {"--http-port": 0, "--grpc-port": port})
+
+
+def test_free_ports_differ() -> None:
+    ports = choose_ports("127.0.0.1", {"--http-port": 0, "--grpc-port": 0, "--metrics-port": 0})
+    assert len(set(ports.values()) - {0}) == 3
+
+
+def _logged(log: Path, key: str) -> str:
+    return next(line.split(" ", 1)[1] for line in log.read_text().splitlines() if line.startswith(f"{key} "))
+
+
+def _wait_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_start_and_stop(tmp_path: Path, wheel: Path, repository: Path) -> None:
+    log = tmp_path / "server.log"
+    server = TritonServer(repository, triton_server=str(wheel), log_path=log, extra_args=["--log-verbose=1"])
+    with server:
+        arguments = _logged(log, "ARGS")
+        for expected in (
+            f"--model-repository={repository}",
+            "--exit-timeout-secs=5",
+            "--http-address=127.0.0.1",
+            "--grpc-address=127.0.0.1",
+            "--metrics-address=127.0.0.1",
+            f"--http-port={server.http_url.split(':')[1]}",
+            f"--grpc-port={server.grpc_url.split(':')[1]}",
+            f"--metrics-port={server.metrics_url.split(':')[1]}",
+            "--log-verbose=1",
+        ):
+            assert f'"{expected}"' in arguments
+        assert "nvidia_pytriton.libs" in _logged(log, "ENV")
+        assert list(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+        child = int(_logged(log, "CHILD"))
+        assert psutil.pid_exists(child)
+    assert server.process.returncode == -signal.SIGTERM
+    assert _wait_gone(child)
+    assert not list(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+
+
+def test_a_server_that_ignores_sigterm_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, repository: Path
+) -> None:
+    monkeypatch.setattr("tandem_backend.serving.launcher._EXIT_GRACE_S", 0.2)
+    deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    write_binary(wheel, deaf + READY + textwrap.dedent(SERVER_SCRIPT))
+    log = tmp_path / "server.log"
+    with TritonServer(repository, triton_server=str(wheel), log_path=log, exit_timeout_s=0) as server:
+        child = int(_logged(log, "CHILD"))
+    assert server.process.returncode == -signal.SIGKILL
+    assert _wait_gone(child)
+    assert not list(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+
+
+def _start_script(wheel: Path, repository: Path, script: str, **options: float) -> TritonServer:
+    write_binary(wheel, script)
+    server = TritonServer(repository, triton_server=str(wheel), **options)
+    server.start()
+    return server
+
+
+def test_an_exit_shows_why(wheel: Path, repository: Path) -> None:
+    script = """
+        print("I1129 21:45:23.386349 7 server.cc:604] notice")
+        print("| a | table |")
+        print("E1129 21:45:23.386349 7 server.cc:241] CudaDriverHelper has not been initialized.")
+        print("E1129 21:45:23.386349 7 lifecycle.cc:642] failed to load 'tandem': engine.json: max_active")
+        raise SystemExit(3)
+    """
+    with pytest.raises(LaunchError) as caught:
+        _start_script(wheel, repository, script)
+    assert str(caught.value).splitlines() == [
+        "Triton server exited with code 3 before it was ready",
+        "E1129 21:45:23.386349 7 lifecycle.cc:642] failed to load 'tandem': engine.json: max_active",
+    ]
+
+
+def test_a_model_that_did_not_load_is_named(wheel: Path, repository: Path) -> None:
+    models = [{"name": "tandem", "state": "UNAVAILABLE", "reason": "no weights"}, {"name": "unasked"}]
+    with pytest.raises(LaunchError, match="did not load tandem: no weights"):
+        _start_script(wheel, repository, f"MODELS = {models}" + textwrap.dedent(SERVER_SCRIPT))
+    assert not list(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+
+
+def test_a_server_that_never_gets_ready(wheel: Path, repository: Path) -> None:
+    with pytest.raises(LaunchError, match=r"is not ready after 0\.5 s"):
+        _start_script(wheel, repository, "import time\ntime.sleep(60)", ready_timeout_s=0.5)
