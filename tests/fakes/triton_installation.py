@@ -10,7 +10,7 @@ STUB = "triton_python_backend_stub"
 
 # Stands in for tritonserver: answers what the launcher asks, and has a child as the real one has stubs.
 SERVER_SCRIPT = """
-    import json, os, subprocess, sys
+    import json, os, subprocess, sys, threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
 
     options = dict(argument.lstrip("-").split("=", 1) for argument in sys.argv[1:] if "=" in argument)
@@ -34,7 +34,9 @@ SERVER_SCRIPT = """
         def log_message(self, *args):
             pass
 
-    HTTPServer((options["http-address"], int(options["http-port"])), Handler).serve_forever()
+    servers = [HTTPServer(("127.0.0.1", int(options[port])), Handler) for port in ("http-port", "metrics-port")]
+    threading.Thread(target=servers[1].serve_forever).start()
+    servers[0].serve_forever()
 """
 READY = 'MODELS = [{"name": "tandem", "version": "1", "state": "READY"}]'
 

@@ -160,14 +160,14 @@ class TritonServer:
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + self._ready_timeout_s
-        while self._http_status("GET", "/v2/health/ready")[0] != 200:
+        while not self._is_ready():
             code = self.process.poll()
             if code is not None:
                 raise self._failure(f"exited with code {code} before it was ready")
             if time.monotonic() > deadline:
                 raise self._failure(f"is not ready after {self._ready_timeout_s:g} s")
             time.sleep(_POLL_S)
-        models = json.loads(self._http_status("POST", "/v2/repository/index")[1])
+        models = json.loads(_ask(self.http_url, "POST", "/v2/repository/index")[1])
         # A model without a state was not asked for (explicit model control).
         failed = [
             f"{model['name']}: {model.get('reason')}" for model in models if model.get("state", "READY") != "READY"
@@ -178,17 +178,12 @@ class TritonServer:
     def _failure(self, what: str) -> LaunchError:
         return LaunchError(f"Triton server {what}\n{self.log_tail()}".rstrip())
 
-    def _http_status(self, method: str, path: str) -> tuple[int, bytes]:
-        """Status and body; status 0 when the server does not answer."""
-        connection = http.client.HTTPConnection(self.http_url, timeout=5)
-        try:
-            connection.request(method, path)
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, http.client.HTTPException):
-            return 0, b""
-        finally:
-            connection.close()
+    def _is_ready(self) -> bool:
+        if _ask(self.http_url, "GET", "/v2/health/ready")[0] != 200:
+            return False
+        # The metrics service is the last to start, unless the caller turned it off.
+        has_metrics = not any(argument.startswith("--allow-metrics=") for argument in self._extra_args)
+        return not has_metrics or _ask(self.metrics_url, "GET", "/metrics")[0] == 200
 
     def _remove_leftovers(self) -> None:
         if self._process is not None:
@@ -215,3 +210,16 @@ def choose_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
                 raise LaunchError(f"{option} {port}: can't listen on {host}:{port} ({error.strerror})") from error
             chosen[option] = listener.getsockname()[1]
     return chosen
+
+
+def _ask(url: str, method: str, path: str) -> tuple[int, bytes]:
+    """Status and body; status 0 when nobody answers."""
+    connection = http.client.HTTPConnection(url, timeout=5)
+    try:
+        connection.request(method, path)
+        response = connection.getresponse()
+        return response.status, response.read()
+    except (OSError, http.client.HTTPException):
+        return 0, b""
+    finally:
+        connection.close()
