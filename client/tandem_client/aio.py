@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """AsyncTandemClient: generation on asyncio over gRPC."""
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
@@ -34,7 +35,10 @@ class AsyncGeneration(AsyncIterator[Chunk]):
         while not self._is_closed:
             try:
                 response = await anext(self._responses, None)
-            except BaseException:
+            except (TandemClientError, asyncio.CancelledError):
+                task = asyncio.current_task()
+                if self._is_closed and not (task and task.cancelling()):  # by close() in another task
+                    break
                 self.close()
                 raise
             if response is None:

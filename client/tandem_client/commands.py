@@ -77,7 +77,7 @@ def generate(prompt: str, chat: bool, url: str, model: str, system: str | None, 
     """
     options = _options(**given)
     with _exit_status(), TandemClient(url, model) as client:
-        text: str | None = click.get_text_stream("stdin").read() if prompt == "-" else prompt
+        text: str | None = sys.stdin.read() if prompt == "-" else prompt
         if chat or system is not None:
             options["messages"] = [*_system_messages(system), {"role": "user", "content": text}]
             text = None
@@ -167,6 +167,8 @@ def _read_lines(interactive: bool) -> Iterator[str]:
         try:
             line = input("> " if interactive else "")
         except EOFError:
+            if interactive:
+                click.echo()
             return
         except KeyboardInterrupt:
             if not interactive:

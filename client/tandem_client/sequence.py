@@ -26,8 +26,8 @@ class SequenceState:
     """What the server knows of a sequence: nothing, perhaps something (START was sent), or its turns (accepted)."""
 
     def __init__(self, model: str, sequence_id: SequenceId | None = None) -> None:
-        if sequence_id in (0, ""):
-            raise ValueError("sequence_id: must not be 0 or empty, Triton server takes that as no sequence")
+        if sequence_id == "" or (isinstance(sequence_id, int) and not 0 < sequence_id < 2**63):
+            raise ValueError(f"sequence_id: must be text or an integer from 1 to 2**63 - 1, got {sequence_id!r}")
         self.sequence_id = uuid4().hex if sequence_id is None else sequence_id
         self.is_accepted = False
         self._model = model
