@@ -8,7 +8,7 @@ import json
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,17 +24,31 @@ from tandem_backend.serving.watchdog import exit_with_parent
 # START and END in one request: Triton server frees the sequence's slot at once, the engine its state at the end.
 ONE_SHOT = FLAG_SEQUENCE_START | FLAG_SEQUENCE_END
 # More than the engine's default max_active + max_queued, so that usually the engine is the one that refuses.
-DEFAULT_MAX_REQUESTS = 512
+DEFAULT_MAX_REQUESTS = 300
 NUM_CLOSERS = 4
 
 
 @dataclass(slots=True)
 class _Forwarded:
-    """A request on its way through `tandem`."""
+    """A request on its way through `tandem`.
+
+    The lock keeps the watcher's is_cancelled() away from the FINAL flag: Triton server frees what is_cancelled() reads
+    when FINAL comes, and crashes when both happen at once (seen with 2.51).
+    """
 
     sequence_id: str
     sender: Any
     responses: Any  # the BLS response iterator
+    ended: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def end(self) -> None:
+        with self.lock:
+            self.ended = True
+
+    def is_cancelled(self) -> bool:
+        with self.lock:
+            return not self.ended and bool(self.sender.is_cancelled())
 
 
 class TritonPythonModel:
@@ -90,25 +104,26 @@ class TritonPythonModel:
             request_id=request.request_id(),
             correlation_id=sequence_id,
             flags=ONE_SHOT,
-            requested_output_names=request.requested_output_names(),
+            requested_output_names=list(request.requested_output_names()),
             inputs=request.inputs(),
             parameters=_bls_parameters(request.parameters()),
         )
         forwarded = _Forwarded(sequence_id, sender, inner.exec(decoupled=True))
         with self._lock:
             self._live[sequence_id] = forwarded
-        ended = False
+        completed = False
         try:
             for response in forwarded.responses:
                 if response.has_error():
                     sender.send(pb_utils.InferenceResponse(output_tensors=[], error=response.error()))
                 elif response.output_tensors():  # the empty one only carries the FINAL flag
                     sender.send(response)
-            ended = True
+            completed = True
         finally:
+            forwarded.end()
             with self._lock:
                 self._live.pop(sequence_id, None)
-            if not ended:  # a response could not be sent: nobody is left to generate for
+            if not completed:  # a response could not be sent: nobody is left to generate for
                 self._cancel(forwarded)
 
     def _watch(self) -> None:
@@ -117,7 +132,7 @@ class TritonPythonModel:
             with self._lock:
                 live = list(self._live.values())
             for forwarded in live:
-                if forwarded.sender.is_cancelled():
+                if forwarded.is_cancelled():
                     with self._lock:
                         self._live.pop(forwarded.sequence_id, None)
                     self._closers.submit(self._cancel, forwarded)

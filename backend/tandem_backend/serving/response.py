@@ -25,7 +25,11 @@ class Sender(Protocol):
 
 
 class Responder:
-    """Turns StepOutputs into responses. Not thread-safe: the engine loop's sender thread owns it once submitted."""
+    """Turns StepOutputs into responses. The engine loop's sender thread owns it once it is submitted.
+
+    One thread for all is more than convenience: Triton server frees what is_cancelled() reads when FINAL comes, and
+    crashes when both happen at once (seen with 2.51).
+    """
 
     def __init__(self, sender: Sender, options: ResponseOptions | None = None, num_prompt_tokens: int = 0) -> None:
         self._sender = sender

@@ -145,4 +145,4 @@ def parse_sampling(values: Mapping[str, Any]) -> SamplingParams:
 def _explain(item: Any) -> str:
     name, *rest = item["loc"]
     where = name + "".join(f"[{part}]" for part in rest if isinstance(part, int))
-    return f"{where}: {item['msg']}, got {str(item['input'])[:100]!r}"
+    return f"{where}: {item['msg']}, got {repr(item['input'])[:100]}"
