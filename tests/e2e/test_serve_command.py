@@ -49,10 +49,8 @@ def _serving(repository: Path, *arguments: str) -> Iterator[subprocess.Popen[str
     try:
         yield process
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
-            child.kill()
-        process.kill()
-        process.wait()
+        process.terminate()  # it stops what it started
+        process.communicate(timeout=EXIT_S)
 
 
 def _wait_ready(process: subprocess.Popen[str]) -> str:

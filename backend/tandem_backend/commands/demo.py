@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tandem demo`: three answers streamed from a Triton server that lives as long as the demo."""
 
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import click
 from tandem_client import TandemClient, TandemClientError, Usage
 
-from tandem_backend.serving.launcher import LaunchError, TritonServer
+from tandem_backend.serving.launcher import LaunchError, TritonServer, interrupt_on_signals
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ EXAMPLES = (
 @click.option("--max-tokens", type=click.IntRange(min=1), default=120, show_default=True)
 def demo(model_repository: Path, triton_server: str | None, max_tokens: int) -> None:
     """Start Triton server on free ports, stream the answers to three prompts, stop it."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops the server and its stubs, as Ctrl-C does
+    interrupt_on_signals()
     click.secho(f"Starting Triton server with {model_repository} ...", dim=True)
     started = time.monotonic()
     try:

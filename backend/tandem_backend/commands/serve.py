@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tandem serve`: a Triton server over a model repository, in the foreground."""
 
-import signal
 import sys
 from pathlib import Path
 
 import click
 
-from tandem_backend.serving.launcher import LaunchError, TritonServer
+from tandem_backend.serving.launcher import LaunchError, TritonServer, interrupt_on_signals
 
 _LOG_ARGS = {
     "error": ("--log-info=false", "--log-warning=false"),
@@ -74,7 +73,7 @@ def serve(
         ready_timeout_s=ready_timeout,
         exit_timeout_s=exit_timeout,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it stops the server and its stubs, as Ctrl-C does
+    interrupt_on_signals()
     try:
         with server:
             click.echo(_announcement(server), err=True)

@@ -20,7 +20,7 @@ from typing import Self
 
 from tandem_backend.serving.installation import LaunchError, TritonInstallation, find_triton_server
 
-__all__ = ["LaunchError", "TritonInstallation", "TritonServer", "find_triton_server"]
+__all__ = ["LaunchError", "TritonInstallation", "TritonServer", "find_triton_server", "interrupt_on_signals"]
 
 _POLL_S = 0.1
 _EXIT_GRACE_S = 15  # the server may take this much longer than its exit timeout
@@ -195,6 +195,13 @@ class TritonServer:
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
             self._run_dir = None
+
+
+def interrupt_on_signals() -> None:
+    """SIGTERM and SIGHUP become KeyboardInterrupt, as Ctrl-C is: leaving the `with` stops the server and its stubs."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
 
 
 def choose_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
