@@ -20,8 +20,8 @@ class _Example:
 
 EXAMPLES = (
     _Example("chat", "What does json.dumps do?", is_chat=True),
-    _Example("code", "def read_lines(path, encoding='utf-8'):\n"),
-    _Example("prose", "### `json.load(fp)`\n\nDeserialize *fp* to a Python object"),
+    _Example("code", 'def bisect_left(a, x, lo=0, hi=None, *, key=None):\n    """Return the index where to insert'),
+    _Example("prose", "### `shutil.copytree(src, dst)`\n\nRecursively copy an entire directory tree"),
 )
 
 
@@ -34,7 +34,7 @@ EXAMPLES = (
     help="Folder with the models to serve.",
 )
 @click.option("--triton-server", metavar="PATH", help="Triton server's folder or binary [env: TANDEM_TRITON_SERVER].")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=120, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 def demo(model_repository: Path, triton_server: str | None, max_tokens: int) -> None:
     """Start Triton server on free ports, stream the answers to three prompts, stop it."""
     interrupt_on_signals()
