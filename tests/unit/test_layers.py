@@ -33,7 +33,7 @@ OURS = ("tandem_backend", "tandem_kernels", "tandem_client")
 CONFINED = {
     "triton": (KERNELS,),
     "triton_python_backend_utils": (SERVING,),
-    "tritonclient": ("tandem_client", "tests.e2e"),
+    "tritonclient": ("tandem_client", "tests.client", "tests.e2e"),
 }
 
 
