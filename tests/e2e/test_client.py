@@ -97,10 +97,12 @@ def test_an_async_session(server: Any) -> None:
 
 
 def test_answers_left_early_free_the_server(client: TandemClient) -> None:
+    started_s = time.monotonic()
     for _ in range(NUM_LEFT):
         for _ in client.generate(PROMPT, **LONG):
             break
-    assert client.complete(PROMPT, max_tokens=4, timeout_s=30).usage.num_output_tokens == 4
+    assert client.complete(PROMPT, max_tokens=4).usage.num_output_tokens == 4
+    assert time.monotonic() - started_s < 20
 
 
 def test_leaving_one_answer_leaves_the_other(client: TandemClient) -> None:
