@@ -27,6 +27,7 @@ class EngineConfig(BaseModel):
     max_sessions: int = Field(256, ge=1, description="sequences whose state is kept between their turns")
     kv_cache_bytes: int = Field(512 * MIB, ge=MIB, description="memory of the KV block pool")
     max_prefill_rows: int = Field(256, ge=1, le=8192, description="prompt rows in one round")
+    joint_prefill_rows: int = Field(64, ge=1, le=8192, description="the same while other requests are decoding")
     default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that names none")
     session_idle_s: float = Field(300.0, gt=0, description="a session unused for so long is dropped")
 

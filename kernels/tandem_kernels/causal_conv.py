@@ -34,9 +34,10 @@ def causal_conv_reference(x: Tensor, state: Tensor, weight: Tensor, parents: Ten
     return functional.silu(torch.stack(rows))
 
 
-def update_conv_state(x: Tensor, state: Tensor, slot: int, path_rows: Tensor) -> None:
-    """Keep the newest inputs after the accepted rows `path_rows` [n] int64 (n >= 1) of a sequence, in place."""
-    kept = state[slot]
-    num_kept = kept.shape[0]
-    newest = x[path_rows[-num_kept:], : kept.shape[1]]
-    state[slot] = torch.cat([kept[newest.shape[0] :], newest])
+def update_conv_state(x: Tensor, state: Tensor, slots: Tensor, path_starts: Tensor, path_rows: Tensor) -> None:
+    """Keep the newest inputs after the accepted rows of each sequence, in place.
+
+    slots: [seqs] int32; path_rows: [path_starts[-1]] int32, root first, at least one a sequence; path_starts:
+    [seqs + 1] int32. x and state as in `causal_conv`.
+    """
+    cpu.update_conv_state(x, state, slots, path_starts, path_rows)

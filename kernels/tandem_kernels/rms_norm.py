@@ -9,7 +9,7 @@ from tandem_kernels import cpu
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight. x: [rows, dim] float32, weight: [dim] float32. Returns [rows, dim] float32."""
+    """x / sqrt(mean(x^2) + eps) * weight. x: [rows, dim] float32; weight: [dim] float32. Returns [rows, dim]."""
     return cpu.rms_norm(x, weight, eps)
 
 

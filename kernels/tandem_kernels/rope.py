@@ -35,7 +35,7 @@ def rope_reference(
 def rope_tables(max_position: int, rotated_dims: int, theta: float, scaling: dict[str, float] | None) -> list[Tensor]:
     """cos and sin, each [max_position, rotated_dims / 2] float32.
 
-    `scaling` holds Llama 3's factor, low_freq_factor, high_freq_factor and original_max_position_embeddings, or is None.
+    `scaling` is None or holds Llama 3's factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
     Angles are float32 products as in transformers; their cosine is taken in float64 and rounded once.
     """
     exponents = torch.arange(0, rotated_dims, 2, dtype=torch.float32) / rotated_dims

@@ -16,6 +16,7 @@ from tandem_kernels.cpu.ops import (
     rms_norm,
     rope,
     store_kv,
+    update_conv_state,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "rope",
     "set_num_threads",
     "store_kv",
+    "update_conv_state",
 ]

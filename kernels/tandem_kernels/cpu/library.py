@@ -25,6 +25,7 @@ SIGNATURES: dict[str, list[type]] = {
     "tandem_rope": [P, L, P, F, P, P, P, P, L, L, L, L],
     "tandem_gate_mul": [P, L, P, L, I, P, L, L],
     "tandem_causal_conv": [P, L, P, P, P, P, P, L, L, L],
+    "tandem_update_conv_state": [P, L, P, P, P, P, L, L, L],
     "tandem_argmax": [P, P, P, L, L],
     "tandem_gated_delta": [P, P, L, P, P, P, P, P, P, P, L, L, L, L, L],
     "tandem_gated_delta_commit": [P, P, L, P, P, P, P, P, P, L, L, L, L, L],

@@ -134,6 +134,21 @@ def causal_conv(x: Tensor, state: Tensor, weight: Tensor, parents: Tensor, row_s
     return out
 
 
+def update_conv_state(x: Tensor, state: Tensor, slots: Tensor, path_starts: Tensor, path_rows: Tensor) -> None:
+    _, kept, channels = state.shape
+    _library.tandem_update_conv_state(
+        x.data_ptr(),
+        x.stride(0),
+        state.data_ptr(),
+        slots.data_ptr(),
+        path_starts.data_ptr(),
+        path_rows.data_ptr(),
+        slots.shape[0],
+        channels,
+        kept + 1,
+    )
+
+
 def gated_delta(
     qkv: Tensor,
     ab: Tensor,

@@ -158,6 +158,23 @@ EXPORT void tandem_causal_conv(const float *x, long ldx, const float *state, con
     parallel_for(rows, conv_row, &a);
 }
 
+// Keeps the newest taps - 1 inputs after each sequence's accepted rows: state [slots, taps - 1, channels] in place.
+// path_rows of sequence s lie in [path_starts[s], path_starts[s + 1]), root first.
+EXPORT void tandem_update_conv_state(const float *x, long ldx, float *state, const int32_t *slots,
+                                     const int32_t *path_starts, const int32_t *path_rows, long num_seqs, long channels,
+                                     long taps) {
+    for (long s = 0; s < num_seqs; s++) {
+        float *kept = state + slots[s] * (taps - 1) * channels;
+        long n = path_starts[s + 1] - path_starts[s];
+        for (long t = 0; t < taps - 1; t++) {
+            long from_path = n - (taps - 1) + t;
+            const float *source = from_path < 0 ? kept + (t + n) * channels
+                                                : x + path_rows[path_starts[s] + from_path] * ldx;
+            memcpy(kept + t * channels, source, channels * sizeof(float));
+        }
+    }
+}
+
 typedef struct {
     const float *logits;
     int32_t *ids;

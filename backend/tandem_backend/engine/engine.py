@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engine: requests in, one round after the other, outputs out. One thread drives it; only `prepare` is thread-safe."""
+
+import logging
+import os
+import time
+from dataclasses import dataclass, replace
+
+import tandem_kernels as kernels
+
+from tandem_backend.config import EngineConfig
+from tandem_backend.engine.choose import Choice, choose
+from tandem_backend.engine.draft_tree import Accepted, DraftTree, accept, anchor_tree
+from tandem_backend.engine.pools import IndexPool
+from tandem_backend.engine.prompts import PromptEncoder
+from tandem_backend.engine.scheduler import ScheduledRows, Scheduler, Waiting
+from tandem_backend.engine.sequence import Generation, PreparedRequest, Session
+from tandem_backend.engine.text_output import TextOutput
+from tandem_backend.engine.tokenizer import Tokenizer
+from tandem_backend.errors import ConfigError, InternalError, InvalidRequestError, TandemError
+from tandem_backend.model.batch import SequenceRows, build_batch
+from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.state import KV_BLOCK, allocate_state, block_bytes
+from tandem_backend.types import FinishReason, Request, RequestStats, SequenceId, StepOutput
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Decodes many requests together; what a request gets never depends on the others."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the checkpoint and allocate state. Raises ConfigError or CheckpointError."""
+        kernels.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
+        self.config = config
+        self.model = Decoder(config.checkpoint)
+        model_config = self.model.config
+        has_tokenizer = (config.checkpoint / "tokenizer_config.json").exists()
+        self.tokenizer = Tokenizer(config.checkpoint) if has_tokenizer else None
+        self.prompts = PromptEncoder(self.tokenizer, model_config.vocab_size)
+        self.max_context_len = config.max_context_len or model_config.max_position
+        if self.max_context_len > model_config.max_position:
+            raise ConfigError(
+                f"max_context_len: at most {model_config.max_position} (the checkpoint's), got {self.max_context_len}"
+            )
+        # A pure recurrent model has no KV: its blocks cost nothing and only count tokens.
+        num_blocks = config.kv_cache_bytes // max(block_bytes(model_config), 1)
+        num_slots = config.max_active + config.max_sessions
+        num_blocks = min(num_blocks, -(-self.max_context_len // KV_BLOCK) * num_slots)
+        self.scheduler = Scheduler(
+            config, self.max_context_len, KV_BLOCK, blocks=IndexPool(num_blocks), slots=IndexPool(num_slots)
+        )
+        self.state = allocate_state(model_config, num_blocks, num_slots)
+        self._outputs: list[StepOutput] = []
+
+    def prepare(self, request: Request) -> PreparedRequest:
+        """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
+        prompt_ids = self.prompts.encode(request.prompt)
+        prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns())
+        self._check_length(request, len(prompt_ids))
+        return prepared
+
+    def add(self, prepared: PreparedRequest) -> None:
+        """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
+        request = prepared.request
+        if request.sequence_start and request.sequence_id is not None:
+            self.close_sequence(request.sequence_id)
+        self.scheduler.enqueue(prepared)
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; the next step gives its last output. An unknown id is ignored."""
+        for item in self.scheduler.waiting:
+            if item.prepared.request.request_id == request_id:
+                self.scheduler.waiting.remove(item)
+                self._outputs.append(StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+                return
+        for generation in self.scheduler.running:
+            if generation.request.request_id == request_id:
+                self._finish(generation, StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+                return
+
+    def close_sequence(self, sequence_id: SequenceId) -> None:
+        """Cancel a sequence's requests and drop its state. An unknown id is ignored."""
+        session = self.scheduler.sessions.get(sequence_id)
+        if session is None:
+            return
+        for item in [item for item in self.scheduler.waiting if item.session is session]:
+            self.cancel(item.prepared.request.request_id)
+        if session.running is not None:
+            self.cancel(session.running.request.request_id)
+        self.scheduler.drop_session(session)
+
+    def has_work(self) -> bool:
+        return bool(self._outputs or self.scheduler.waiting or self.scheduler.running)
+
+    def sweep(self) -> int:
+        """Drop sessions idle for longer than session_idle_s; returns how many."""
+        return self.scheduler.sweep(time.monotonic())
+
+    def statistics(self) -> dict[str, float]:
+        s = self.scheduler
+        return {
+            "num_active": len(s.running),
+            "num_queued": len(s.waiting),
+            "num_sessions": len(s.sessions),
+            "num_blocks": s.blocks.size,
+            "num_free_blocks": s.blocks.num_free,
+            "num_slots": s.slots.size,
+            "num_free_slots": s.slots.num_free,
+        }
+
+    def step(self) -> list[StepOutput]:
+        """One round. An exception in it ends the round's requests with an error and leaves the others alone."""
+        for item in self.scheduler.startable():
+            self._start(item)
+        scheduled = self.scheduler.schedule()
+        if scheduled:
+            try:
+                self._round(scheduled)
+            except Exception as error:
+                logger.exception("a round failed")
+                for rows in scheduled:
+                    self._fail(rows.generation, InternalError(f"the round failed: {error}"))
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _round(self, scheduled: list[ScheduledRows]) -> None:
+        trees = [self._propose(rows) for rows in scheduled]
+        batch = build_batch([_batch_rows(rows, tree) for rows, tree in zip(scheduled, trees, strict=True)])
+        result = self.model.forward(batch, self.state)
+        choices = choose(result.logits, scheduled, trees)
+        steps = [self._accept(rows, tree, choice) for rows, tree, choice in zip(scheduled, trees, choices, strict=True)]
+        self.model.commit(result, batch, [step.path for step in steps], self.state)
+        for rows, step in zip(scheduled, steps, strict=True):
+            self._publish(rows.generation, step)
+
+    def _propose(self, rows: ScheduledRows) -> DraftTree | None:
+        """The sequence's tree; None for a prompt chunk."""
+        return None if rows.num_prompt_rows else anchor_tree(rows.generation.sequence.token_ids[-1])
+
+    def _accept(self, rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> "_Step":
+        """Walk the tree, append what the target chose, stop where the request ends."""
+        generation = rows.generation
+        now = time.time_ns()
+        stats = generation.stats
+        stats.num_rounds += 1
+        stats.first_scheduled_time_ns = stats.first_scheduled_time_ns or now
+        if tree is not None:
+            accepted = accept(tree, choice.token_ids)
+        elif rows.ends_prompt:
+            accepted = Accepted(list(range(rows.num_prompt_rows)), choice.token_ids)
+        else:
+            generation.sequence.num_computed += rows.num_prompt_rows
+            return _Step(list(range(rows.num_prompt_rows)), None)
+        num_kept, text, reason = generation.take(accepted.token_ids)
+        # Every kept token but the last has its row; a stop inside an accepted run cuts the kept state with the text.
+        path = accepted.path[: len(accepted.path) - (len(accepted.token_ids) - num_kept)]
+        generation.sequence.num_computed += len(path)
+        stats.num_output_tokens = generation.num_output
+        stats.first_token_time_ns = stats.first_token_time_ns or now
+        stats.last_token_time_ns = now
+        nodes = accepted.path if tree is not None else [0]
+        logprobs = tuple(choice.logprobs[node] for node in nodes[:num_kept])
+        output = StepOutput(
+            request_id=generation.request.request_id,
+            text=text,
+            token_ids=tuple(accepted.token_ids[:num_kept]),
+            logprobs=logprobs,
+            finish_reason=reason,
+        )
+        return _Step(path, output)
+
+    def _publish(self, generation: Generation, step: "_Step") -> None:
+        if step.output is None:
+            return
+        if step.output.is_last:
+            self._finish(generation, step.output)
+        else:
+            self._outputs.append(step.output)
+
+    def _start(self, item: Waiting) -> None:
+        """Turn a queued request into a running one: its tokens, memory and stop rules."""
+        request, session = item.prepared.request, item.session
+        kept = session.sequence if session is not None else None
+        try:
+            token_ids = list(item.prepared.prompt_ids)
+            if session is not None and kept is not None:
+                token_ids = self.prompts.continue_session(session, kept.token_ids, request.prompt)
+            self._check_length(request, len(token_ids))
+        except TandemError as error:
+            self._outputs.append(StepOutput(request_id=request.request_id, error=error))
+            return
+        sequence = kept if kept is not None else self.scheduler.new_sequence()
+        if kept is None or token_ids[: len(kept.token_ids)] != kept.token_ids:
+            sequence.num_computed = 0
+            self.state.clear_slot(sequence.slot)
+        sequence.token_ids = token_ids
+        max_tokens = min(self.scheduler.max_tokens(item.prepared), self.max_context_len - len(token_ids))
+        self.scheduler.reserve(sequence, len(token_ids) + max_tokens)
+        stats = RequestStats(
+            num_prompt_tokens=len(token_ids),
+            num_cached_tokens=sequence.num_computed,
+            arrival_time_ns=item.prepared.arrival_time_ns,
+        )
+        text = None
+        if self.tokenizer is not None:
+            text = TextOutput(self.tokenizer, request.params.stop, include_stop=request.params.include_stop)
+        eos = () if request.params.ignore_eos else self.model.config.eos_token_ids
+        generation = Generation(
+            item.prepared,
+            sequence,
+            max_tokens,
+            frozenset((*eos, *request.params.stop_token_ids)),
+            text,
+            session,
+            stats,
+        )
+        if session is not None:
+            session.sequence, session.running = sequence, generation
+            _remember_prompt(session, request, is_first=kept is None)
+        self.scheduler.running.append(generation)
+
+    def _finish(self, generation: Generation, output: StepOutput) -> None:
+        """Give a request's last output and hand its state to its session, if it has one."""
+        session = generation.session
+        if session is not None and session.messages is not None and generation.text is not None:
+            session.messages = [*session.messages, {"role": "assistant", "content": generation.text.text}]
+        self.scheduler.finish(generation)
+        self._outputs.append(replace(output, stats=generation.stats))
+
+    def _fail(self, generation: Generation, error: TandemError) -> None:
+        """End a request whose state can't be trusted any more: its session goes too."""
+        session = generation.session
+        self._finish(generation, StepOutput(request_id=generation.request.request_id, error=error))
+        if session is not None and session.sequence is not None:
+            self.close_sequence(session.sequence_id)
+
+    def _check_length(self, request: Request, num_tokens: int) -> None:
+        if num_tokens >= self.max_context_len:
+            field = next(name for name, value in _prompt_fields(request) if value is not None)
+            raise InvalidRequestError(
+                f"{field}: the prompt has {num_tokens} tokens; at most {self.max_context_len - 1} fit the context of "
+                f"{self.max_context_len} with one token of output"
+            )
+        max_tokens = request.params.max_tokens or self.config.default_max_tokens
+        worst = self.scheduler.num_blocks(min(num_tokens + max_tokens, self.max_context_len))
+        if worst > self.scheduler.blocks.size:
+            raise InvalidRequestError(
+                f"max_tokens: {num_tokens} prompt tokens and {max_tokens} output tokens need {worst} KV blocks; "
+                f"kv_cache_bytes holds {self.scheduler.blocks.size}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What a round did to one request: the rows to commit and the output, if it has one."""
+
+    path: list[int]
+    output: StepOutput | None
+
+
+def _batch_rows(rows: ScheduledRows, tree: DraftTree | None) -> SequenceRows:
+    sequence = rows.generation.sequence
+    start = sequence.num_computed
+    if tree is None:
+        chunk = sequence.token_ids[start : start + rows.num_prompt_rows]
+        logit_rows = [len(chunk) - 1] if rows.ends_prompt else []
+        return SequenceRows(chunk, start, sequence.slot, sequence.block_table, logit_rows=logit_rows)
+    return SequenceRows(tree.token_ids, start, sequence.slot, sequence.block_table, parents=tree.parents)
+
+
+def _remember_prompt(session: Session, request: Request, *, is_first: bool) -> None:
+    """Keep the conversation as messages while every turn comes so; it is rendered again as a whole next turn."""
+    if request.prompt.messages is None:
+        session.messages = None
+    elif is_first:
+        session.messages = list(request.prompt.messages)
+    elif session.messages is not None:
+        session.messages = [*session.messages, *request.prompt.messages]
+
+
+def _prompt_fields(request: Request) -> list[tuple[str, object]]:
+    prompt = request.prompt
+    return [("input_ids", prompt.token_ids), ("messages", prompt.messages), ("text_input", prompt.text)]

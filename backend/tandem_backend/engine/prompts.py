@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts: from what a request says (text, messages or ids) to the token ids its sequence shall hold."""
+
+from collections.abc import Sequence
+
+from tandem_backend.engine.sequence import Session
+from tandem_backend.engine.tokenizer import Tokenizer
+from tandem_backend.errors import InvalidRequestError
+from tandem_backend.types import Prompt
+
+
+class PromptEncoder:
+    """Thread-safe; holds no state but the tokenizer (None for a checkpoint without one)."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt by itself, as a first turn. Raises InvalidRequestError naming the field."""
+        if prompt.token_ids is not None:
+            return self._checked("input_ids", prompt.token_ids)
+        if prompt.messages is not None:
+            tokenizer = self._tokenizer("messages")
+            text = tokenizer.render_chat(prompt.messages, prompt.tools, prompt.template_kwargs)
+            return self._checked("messages", tokenizer.encode(text, add_special_tokens=False))
+        tokenizer = self._tokenizer("text_input")
+        return self._checked("text_input", tokenizer.encode(prompt.text or "", add_special_tokens=True))
+
+    def continue_session(self, session: Session, kept: Sequence[int], prompt: Prompt) -> list[int]:
+        """All tokens of the conversation with this turn added to the `kept` ones.
+
+        The result begins with `kept` unless the chat template writes earlier turns differently now (reasoning left out,
+        say): then it is the whole conversation afresh.
+        """
+        if prompt.messages is None or session.messages is None:
+            return [*kept, *self.encode(prompt)]
+        tokenizer = self._tokenizer("messages")
+        text = tokenizer.render_chat([*session.messages, *prompt.messages], prompt.tools, prompt.template_kwargs)
+        kept_text = tokenizer.decode(kept, skip_special_tokens=False)
+        if text.startswith(kept_text):
+            return [*kept, *tokenizer.encode(text[len(kept_text) :], add_special_tokens=False)]
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def _tokenizer(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequestError(f"{field}: the checkpoint has no tokenizer; send input_ids")
+        return self.tokenizer
+
+    def _checked(self, field: str, token_ids: Sequence[int]) -> list[int]:
+        if not token_ids:
+            raise InvalidRequestError(f"{field}: must not be empty")
+        wrong = [token_id for token_id in token_ids if not 0 <= token_id < self.vocab_size]
+        if wrong:
+            raise InvalidRequestError(f"{field}: token ids must be in [0, {self.vocab_size}), got {wrong[0]}")
+        return list(token_ids)

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequence (tokens with committed state), Generation (one request being decoded on it) and Session (its turns)."""
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem_backend.engine.text_output import TextOutput
+from tandem_backend.types import FinishReason, Request, RequestStats, SequenceId
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Tokens and where their state lies. KV and recurrent state hold exactly token_ids[:num_computed]."""
+
+    slot: int
+    token_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose state is not written: the prompt's rest, or 1, the anchor, while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A request that was checked and tokenised. A later turn's tokens depend on the session and come at its start."""
+
+    request: Request
+    prompt_ids: tuple[int, ...]  # of the prompt by itself
+    arrival_time_ns: int
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+
+@dataclass(slots=True)
+class Session:
+    """The state behind a sequence id, kept between turns."""
+
+    sequence_id: SequenceId
+    sequence: Sequence | None = None  # None until its first turn starts
+    running: "Generation | None" = None
+    waiting: deque[PreparedRequest] = field(default_factory=deque)
+    messages: list[Mapping[str, Any]] | None = None  # the conversation so far, where every turn came as messages
+    last_used_s: float = field(default_factory=time.monotonic)
+    ends: bool = False  # END was sent: no further turn is taken
+
+
+@dataclass(slots=True)
+class Generation:
+    """One request being decoded."""
+
+    prepared: PreparedRequest
+    sequence: Sequence
+    max_tokens: int
+    stop_ids: frozenset[int]
+    text: TextOutput | None  # None for a checkpoint without tokenizer
+    session: Session | None
+    stats: RequestStats
+    num_output: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.prepared.request
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.sequence.num_pending == 1 and self.num_output > 0
+
+    def take(self, token_ids: list[int]) -> tuple[int, str, FinishReason | None]:
+        """Append the target's tokens up to the first that ends the request.
+
+        Returns how many were kept, the text they made final, and why the request ended, if it did.
+        """
+        pieces: list[str] = []
+        for n, token_id in enumerate(token_ids, start=1):
+            self.sequence.token_ids.append(token_id)
+            self.num_output += 1
+            reason = self._push(token_id, pieces)
+            if reason is not None:
+                return n, "".join(pieces), reason
+        return len(token_ids), "".join(pieces), None
+
+    def _push(self, token_id: int, pieces: list[str]) -> FinishReason | None:
+        may_stop = self.num_output > self.request.params.min_tokens
+        if may_stop and token_id in self.stop_ids:
+            # The stop token itself is no text, whether or not the tokenizer calls it special.
+            self._flush(pieces)
+            return FinishReason.STOP
+        if self.text is not None:
+            piece, stopped = self.text.push(token_id, may_stop=may_stop)
+            pieces.append(piece)
+            if stopped:
+                return FinishReason.STOP
+        if self.num_output >= self.max_tokens:
+            self._flush(pieces)
+            return FinishReason.LENGTH
+        return None
+
+    def _flush(self, pieces: list[str]) -> None:
+        if self.text is not None:
+            pieces.append(self.text.flush())
