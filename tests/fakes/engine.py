@@ -26,7 +26,10 @@ def chunk(text: str = "", *, finish_reason: FinishReason | None = None, **values
 
 
 class ScriptedEngine:
-    """Plays the script named by a request's prompt text, one output a step; without a last output it runs until cancelled."""
+    """Plays the script named by a request's prompt text, one output a step.
+
+    A script without a last output runs until it is cancelled.
+    """
 
     def __init__(self, scripts: Mapping[str, Script]) -> None:
         self.scripts = scripts

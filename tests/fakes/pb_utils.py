@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton's `triton_python_backend_utils` as far as Tandem uses it, strict where the real one would hang or fail later."""
+"""Triton's `triton_python_backend_utils` as far as Tandem uses it; strict where the real one fails."""
 
 import json
 import queue
@@ -137,7 +137,9 @@ class InferenceRequest:
         self._parameters = json.dumps(parameters or {})
 
     @classmethod
-    def of(cls, *, sequence_id: int | str = 0, flags: int = 0, parameters: str = "{}", **inputs: Any) -> "InferenceRequest":
+    def of(
+        cls, *, sequence_id: int | str = 0, flags: int = 0, parameters: str = "{}", **inputs: Any
+    ) -> "InferenceRequest":
         """A request as it reaches a model; text becomes bytes as in Triton, lists become 1-D tensors."""
         tensors = [Tensor(name, _as_tensor(value)) for name, value in inputs.items()]
         request = cls(correlation_id=sequence_id, flags=flags, inputs=tensors)

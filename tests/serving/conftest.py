@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules under test import a module that exists only inside a Triton server: give them the fake."""
+
+import sys
+
+import pytest
+from fakes import pb_utils
+
+sys.modules["triton_python_backend_utils"] = pb_utils
+
+
+@pytest.fixture(autouse=True)
+def log() -> list[str]:
+    """What was written to Triton's log during the test."""
+    pb_utils.Logger.lines.clear()
+    return pb_utils.Logger.lines

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stateless front `tandem_generate`, with a scripted `tandem` behind it."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes.pb_utils import InferenceRequest, InferenceResponse, Tensor, TritonError, TritonModelException
+from tandem_backend.serving.front import TritonPythonModel
+
+Handler = Callable[[InferenceRequest], Iterator[InferenceResponse]]
+
+
+def text(value: str) -> InferenceResponse:
+    return InferenceResponse([Tensor("text_output", np.array([value], dtype=object))])
+
+
+class Inner:
+    """Plays `tandem`: records what arrives; a request runs `answer`, a stop request sets `stopped`."""
+
+    def __init__(self, answer: Handler) -> None:
+        self.requests: list[InferenceRequest] = []
+        self.stopped = threading.Event()
+        self._answer = answer
+
+    def __call__(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
+        self.requests.append(request)
+        if any(tensor.name() == "stop" for tensor in request.inputs()):
+            self.stopped.set()
+            return iter([text("")])
+        return self._answer(request)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Inner]]:
+    """Start the front before an answer of `tandem`: serve(answer, request, ..., max_requests=N)."""
+    models: list[TritonPythonModel] = []
+
+    def start(answer: Handler, *requests: InferenceRequest, **parameters: str) -> Inner:
+        inner = Inner(answer)
+        monkeypatch.setattr(InferenceRequest, "handler", staticmethod(inner), raising=False)
+        model = TritonPythonModel()
+        values = {key: {"string_value": value} for key, value in parameters.items()}
+        model.initialize({"model_config": json.dumps({"parameters": values})})
+        models.append(model)
+        model.execute(list(requests))
+        return inner
+
+    yield start
+    for model in models:
+        model.finalize()
+
+
+def test_responses_pass_through_and_the_request_is_a_sequence_of_its_own(serve: Callable[..., Inner]) -> None:
+    requests = [InferenceRequest.of(text_input="x", parameters='{"temperature": 0.5, "n": 1}') for _ in range(2)]
+    inner = serve(lambda _: iter([text("a"), text("b"), InferenceResponse([])]), *requests)
+    for request in requests:
+        assert [response.value("text_output") for response in request.sender.wait()] == [["a"], ["b"]]
+        assert request.sender.num_finals == 1
+    first, second = inner.requests
+    assert (first.model_name, first.flags()) == ("tandem", 3)
+    assert first.correlation_id() != second.correlation_id()
+    assert json.loads(first.parameters()) == {"temperature": "0.5", "n": 1}  # BLS takes no floats
+
+
+def test_an_error_passes_through_unchanged(serve: Callable[..., Inner]) -> None:
+    error = TritonError("[UNAVAILABLE] queue full", TritonError.UNAVAILABLE)
+    request = InferenceRequest.of(text_input="x")
+    serve(lambda _: iter([text("a"), InferenceResponse([], error=error)]), request)
+    last = request.sender.wait()[-1].error()
+    assert (last.message(), last.code()) == ("[UNAVAILABLE] queue full", "UNAVAILABLE")
+    assert request.sender.num_finals == 1
+
+
+@pytest.mark.parametrize("failure", [TritonModelException("model 'tandem' is not ready"), ValueError("bug")])
+def test_a_failed_forward_is_answered(serve: Callable[..., Inner], failure: Exception) -> None:
+    def fail(_: Any) -> Iterator[InferenceResponse]:
+        raise failure
+
+    request = InferenceRequest.of(text_input="x")
+    serve(fail, request)
+    assert str(failure) in request.sender.wait()[0].error().message()
+    assert request.sender.num_finals == 1
+
+
+def test_cancelling_stops_the_inner_request(serve: Callable[..., Inner]) -> None:
+    inner: Inner
+
+    def endless(_: InferenceRequest) -> Iterator[InferenceResponse]:
+        yield text("a")
+        assert inner.stopped.wait(10)
+        yield text("")
+
+    request = InferenceRequest.of(text_input="x")
+    inner = serve(endless, request)
+    request.sender.cancelled = True
+    request.sender.wait()
+    generation, stop = inner.requests
+    assert stop.correlation_id() == generation.correlation_id()
+    assert request.sender.num_finals == 1
+
+
+def test_cancelling_uses_the_iterator_where_it_can(serve: Callable[..., Inner]) -> None:
+    class Cancellable:
+        def __init__(self) -> None:
+            self.cancelled = threading.Event()
+
+        def __iter__(self) -> Iterator[InferenceResponse]:
+            yield text("a")
+            assert self.cancelled.wait(10)
+
+        def cancel(self) -> None:
+            self.cancelled.set()
+
+    request = InferenceRequest.of(text_input="x")
+    inner = serve(lambda _: Cancellable(), request)  # type: ignore[arg-type,return-value]
+    request.sender.cancelled = True
+    request.sender.wait()
+    assert len(inner.requests) == 1
+    assert request.sender.num_finals == 1
+
+
+def test_a_request_cancelled_before_it_runs_is_not_forwarded(serve: Callable[..., Inner]) -> None:
+    request = InferenceRequest.of(text_input="x")
+    request.sender.cancelled = True
+    inner = serve(lambda _: iter([text("a")]), request)
+    assert request.sender.wait() == []
+    assert inner.requests == []
+
+
+def test_a_client_that_cannot_be_answered_stops_its_generation(serve: Callable[..., Inner]) -> None:
+    request = InferenceRequest.of(text_input="x")
+    request.sender._broken_sends = frozenset({1})
+    inner = serve(lambda _: iter([text("a"), text("b")]), request)
+    assert "shared memory" in request.sender.wait()[0].error().message()
+    assert inner.stopped.is_set()
+
+
+def test_more_requests_than_places_are_refused(serve: Callable[..., Inner]) -> None:
+    release = threading.Event()
+
+    def slow(_: InferenceRequest) -> Iterator[InferenceResponse]:
+        assert release.wait(10)
+        yield text("a")
+
+    first, second = InferenceRequest.of(text_input="x"), InferenceRequest.of(text_input="x")
+    serve(slow, first, second, max_requests="1")
+    assert second.sender.wait()[0].error().message().startswith("[UNAVAILABLE] max_requests")
+    release.set()
+    first.sender.wait()
+    assert first.sender.text() == "a"

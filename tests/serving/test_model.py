@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton model `tandem` from initialize() to finalize(), on a scripted engine."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes.engine import ScriptedEngine, chunk
+from fakes.pb_utils import InferenceRequest, TritonModelException
+from tandem_backend.config import EngineConfig
+from tandem_backend.serving import model as model_module
+from tandem_backend.serving.model import TritonPythonModel
+from tandem_backend.types import FinishReason
+
+SCRIPTS = {
+    "short": [chunk("Hello "), chunk("world", finish_reason=FinishReason.STOP)],
+    "endless": [chunk("a ")],
+}
+
+
+class Engine(ScriptedEngine):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(SCRIPTS)
+        self.config = config
+
+
+def arguments(folder: Path, **config: Any) -> dict[str, str]:
+    (folder / "1").mkdir(exist_ok=True)
+    (folder / "1" / "engine.json").write_text('{"checkpoint": "weights"}')
+    values: dict[str, Any] = {
+        "max_batch_size": 0,
+        "model_transaction_policy": {"decoupled": True},
+        "sequence_batching": {"max_sequence_idle_microseconds": 60_000_000, "oldest": {}},
+        "parameters": {"max_active": {"string_value": "3"}},
+    }
+    return {"model_config": json.dumps(values | config), "model_repository": str(folder), "model_version": "1"}
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TritonPythonModel]:
+    monkeypatch.setattr(model_module, "Engine", Engine)
+    model = TritonPythonModel()
+    model.initialize(arguments(tmp_path))
+    yield model
+    model.finalize()
+
+
+def test_the_engine_is_configured_from_both_files(model: TritonPythonModel, tmp_path: Path) -> None:
+    config = model._engine.config
+    assert (config.checkpoint, config.max_active) == (tmp_path / "1" / "weights", 3)
+    assert config.session_idle_s == 60.0
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        ({"max_batch_size": 4}, "max_batch_size"),
+        ({"parameters": {"max_active": {"string_value": "many"}}}, "max_active"),
+    ],
+)
+def test_a_wrong_configuration_fails_the_load_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], field: str
+) -> None:
+    monkeypatch.setattr(model_module, "Engine", Engine)
+    model = TritonPythonModel()
+    with pytest.raises(TritonModelException, match=rf"\[INVALID_ARG\] .*{field}"):
+        model.initialize(arguments(tmp_path, **config))
+    model.finalize()
+
+
+def test_requests_are_answered(model: TritonPythonModel) -> None:
+    whole = InferenceRequest.of(text_input="short")
+    streamed = InferenceRequest.of(text_input="short", stream=True, sequence_id="s", flags=1)
+    model.execute([whole, streamed])
+    assert [response.value("text_output") for response in whole.sender.wait()] == [["shortHello world"]]
+    assert [response.value("text_output") for response in streamed.sender.wait()] == [["Hello "], ["world"]]
+    assert (whole.sender.num_finals, streamed.sender.num_finals) == (1, 1)
+
+
+def test_clients_may_repeat_their_request_ids(model: TritonPythonModel) -> None:
+    requests = [InferenceRequest.of(text_input="short") for _ in range(3)]
+    model.execute(requests)
+    for request in requests:
+        request.sender.wait()
+        assert request.sender.text() == "shortHello world"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"text_input": "short", "sampling_parameters": "{"}, "[INVALID_ARG] sampling_parameters: not valid JSON"),
+        ({"text_input": ""}, "[INVALID_ARG] text_input: must not be empty"),
+        ({}, "[INVALID_ARG] exactly one of"),
+        ({"text_input": "short", "sequence_id": "s"}, "[INVALID_ARG] sequence_id: s is not known, send START"),
+        ({"stop": True}, "[INVALID_ARG] stop: "),
+    ],
+)
+def test_a_bad_request_gets_an_error_and_final(model: TritonPythonModel, values: dict[str, Any], message: str) -> None:
+    request = InferenceRequest.of(**values)
+    model.execute([request])
+    (response,) = request.sender.wait()
+    assert response.error().message().startswith(message)
+    assert response.error().code() == "INVALID_ARG"
+
+
+def test_a_bug_in_front_of_the_engine_is_an_internal_error(
+    model: TritonPythonModel, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(model._engine, "prepare", lambda request: 1 / 0)
+    request = InferenceRequest.of(text_input="short")
+    model.execute([request])
+    assert request.sender.wait()[0].error().code() == "INTERNAL"
+    assert any("ZeroDivisionError" in line for line in log)
+
+
+def test_unknown_parameters_leave_one_line_in_the_log(model: TritonPythonModel, log: list[str]) -> None:
+    request = InferenceRequest.of(text_input="short", parameters='{"sequence_id": 5, "priority": 1}')
+    model.execute([request])
+    request.sender.wait()
+    assert log == ["unknown sampling parameters are ignored: sequence_id, priority"]
+
+
+def test_stop_ends_a_running_turn(model: TritonPythonModel) -> None:
+    turn = InferenceRequest.of(text_input="endless", return_finish_reason=True, sequence_id=5, flags=1)
+    stop = InferenceRequest.of(stop=True, sequence_id=5, flags=2)
+    model.execute([turn])
+    model.execute([stop])
+    assert turn.sender.wait()[-1].value("finish_reason") == ["cancelled"]
+    assert [response.value("text_output") for response in stop.sender.wait()] == [[""]]
+
+
+def test_unloading_answers_live_requests(model: TritonPythonModel) -> None:
+    request = InferenceRequest.of(text_input="endless")
+    model.execute([request])
+    model.finalize()
+    assert request.sender.wait()[-1].error().code() == "UNAVAILABLE"
+    late = InferenceRequest.of(text_input="short")
+    model.execute([late])
+    assert late.sender.wait()[-1].error().code() == "UNAVAILABLE"

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The stub must not outlive its server."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+CHILD = """
+import os, time
+from tandem_backend.serving.watchdog import exit_with_parent
+exit_with_parent(interval_s=0.05)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    with open(f"/proc/{pid}/stat", encoding="ascii") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"  # nobody may be there to reap it
+
+
+def test_the_child_ends_when_its_parent_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        time.sleep(0.3)
+        assert is_running(child)
+        parent.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while is_running(child):
+            assert time.monotonic() < deadline, "the child outlived its parent"
+            time.sleep(0.02)
