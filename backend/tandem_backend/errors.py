@@ -10,7 +10,7 @@ class TandemError(Exception):
     code: ClassVar[str] = "INTERNAL"
 
     def wire(self) -> str:
-        """The message as clients see it: `[CODE] text`. HTTP generate answers 400 to all, so the code is in the text."""
+        """The message as clients see it: `[CODE] text`; HTTP generate answers 400 to all, so the code is in it."""
         return f"[{self.code}] {self}"
 
 

@@ -106,7 +106,7 @@ EXPORT void tandem_attention(const float *q, const float *k_new, const float *v_
                              float *out, long rows, long heads, long kv_heads, long dim, long block) {
     attention_args a = {q, k_new, v_new, k_cache, v_cache, block_tables, prefix_lens, parents, row_seqs,
                         out, ldv, table_len, heads, kv_heads, dim, block, scale};
-    parallel_for(rows * kv_heads, attend_row, &a);
+    parallel_for(rows * kv_heads, 1, attend_row, &a);
 }
 
 // Copies rows into cache places: place = block index * block + offset. n pairs of (row, place).

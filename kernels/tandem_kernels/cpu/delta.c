@@ -122,7 +122,7 @@ EXPORT void tandem_gated_delta(const float *qkv, const float *ab, long ldab, con
     delta_args a = {.qkv = qkv, .ab = ab, .a_log = a_log, .dt_bias = dt_bias, .state = (float *)state, .out = out,
                     .seq_starts = seq_starts, .parents = parents, .slots = slots, .ldab = ldab,
                     .key_heads = key_heads, .value_heads = value_heads, .dk = dk, .dv = dv};
-    parallel_for(num_seqs * value_heads, walk_tree, &a);
+    parallel_for(num_seqs * value_heads, 1, walk_tree, &a);
 }
 
 // Advances state by the accepted rows: path_rows [path_starts[num_seqs]], those of sequence s in
@@ -134,5 +134,5 @@ EXPORT void tandem_gated_delta_commit(const float *qkv, const float *ab, long ld
     delta_args a = {.qkv = qkv, .ab = ab, .a_log = a_log, .dt_bias = dt_bias, .state = state,
                     .seq_starts = path_starts, .path_rows = path_rows, .slots = slots, .ldab = ldab,
                     .key_heads = key_heads, .value_heads = value_heads, .dk = dk, .dv = dv};
-    parallel_for(num_seqs * value_heads, commit_path, &a);
+    parallel_for(num_seqs * value_heads, 1, commit_path, &a);
 }

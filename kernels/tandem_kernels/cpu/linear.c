@@ -83,7 +83,7 @@ static void run_panel(void *context, long task, int thread) {
 EXPORT void tandem_linear(const float *x, long ldx, const void *weight, int is_bf16, const float *residual, float *out,
                           long rows, long n, long k) {
     linear_args a = {x, residual, weight, out, rows, n, k, ldx, is_bf16};
-    parallel_for((n + PANEL - 1) / PANEL, run_panel, &a);
+    parallel_for((n + PANEL - 1) / PANEL, 1, run_panel, &a);
 }
 
 // Packs rows [0, n) of a row-major weight; the padding columns of the last panel are zero.

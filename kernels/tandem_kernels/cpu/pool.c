@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A pool of kernel threads. Ops are microseconds apart, so a waiting thread spins briefly before it sleeps on a futex.
+// The caller waits for tasks, not for threads: a worker that has lost its core costs nothing unless it holds a task.
 #define _GNU_SOURCE
 #include "pool.h"
 #include "vec.h"
@@ -17,42 +18,52 @@
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static int num_workers = 0;
 static _Atomic int target_threads = 1;
-static _Atomic uint32_t generation = 0;
-static _Atomic long next_task = 0;
-static _Atomic int num_running = 0;
 static _Atomic int num_sleeping = 0;
-static long job_tasks;
-static task_fn job_fn;
-static void *job_context;
+static _Atomic uint32_t generation = 0;
+
+// The job. Its fields change only between jobs, when every task is done. A ticket is the job's generation (upper half)
+// and its next unclaimed task: a claim succeeds only if neither has moved since the fields were read.
+static _Atomic uint64_t ticket = 0;
+static _Atomic long num_done = 0;
+static _Atomic long job_tasks = 0;
+static _Atomic long job_grain = 1;
+static _Atomic(task_fn) job_fn;
+static _Atomic(void *) job_context;
+
 static struct { void *memory; long bytes; } scratch[MAX_THREADS];
 
-static void run_tasks(int thread) {
+static void run_tasks(uint32_t job, int thread) {
     for (;;) {
-        long task = atomic_fetch_add_explicit(&next_task, 1, memory_order_relaxed);
-        if (task >= job_tasks) return;
-        job_fn(job_context, task, thread);
+        uint64_t now = atomic_load(&ticket);
+        long first = (uint32_t)now, n = job_tasks, grain = job_grain;
+        task_fn fn = job_fn;
+        void *context = job_context;
+        if (now >> 32 != job || first >= n) return;
+        long last = min_long(first + grain, n);
+        if (!atomic_compare_exchange_weak(&ticket, &now, now + (last - first))) continue;
+        for (long task = first; task < last; task++) fn(context, task, thread);
+        atomic_fetch_add(&num_done, last - first);
     }
 }
 
-static void wait_for_change(uint32_t seen) {
+static uint32_t wait_for_job(uint32_t seen) {
     for (int i = 0; i < SPINS; i++) {
-        if (atomic_load_explicit(&generation, memory_order_acquire) != seen) return;
+        if (atomic_load(&generation) != seen) return generation;
         __builtin_ia32_pause();
     }
     // The kernel compares generation again before it sleeps, so a job posted in between is not missed.
     atomic_fetch_add(&num_sleeping, 1);
     while (atomic_load(&generation) == seen) syscall(SYS_futex, &generation, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
     atomic_fetch_sub(&num_sleeping, 1);
+    return generation;
 }
 
 static void *worker(void *argument) {
     int thread = (int)(intptr_t)argument;
-    uint32_t seen = 0;
+    uint32_t job = 0;
     for (;;) {
-        wait_for_change(seen);
-        seen = atomic_load_explicit(&generation, memory_order_acquire);
-        if (thread < atomic_load_explicit(&target_threads, memory_order_relaxed)) run_tasks(thread);
-        atomic_fetch_sub_explicit(&num_running, 1, memory_order_release);
+        job = wait_for_job(job);
+        if (thread < target_threads) run_tasks(job, thread);
     }
     return NULL;
 }
@@ -60,8 +71,6 @@ static void *worker(void *argument) {
 // A forked child has the parent's counters but none of its threads.
 static void forget_workers(void) {
     num_workers = 0;
-    generation = 0;
-    num_running = 0;
     num_sleeping = 0;
     pthread_mutex_init(&pool_lock, NULL);
 }
@@ -77,35 +86,39 @@ static void start_workers(int wanted) {
     }
 }
 
-// Number of threads that run kernels, the caller's included. Workers are started once, by the first call that sets it.
+// Number of threads that run kernels, the caller's included; returns how many there are now.
 EXPORT int tandem_set_num_threads(int n) {
     if (n < 1 || n > MAX_THREADS) return -1;
     pthread_mutex_lock(&pool_lock);
-    if (num_workers == 0) start_workers(n - 1);
-    atomic_store(&target_threads, min_long(n, num_workers + 1));
+    start_workers(n - 1);
+    target_threads = min_long(n, num_workers + 1);
     pthread_mutex_unlock(&pool_lock);
-    return atomic_load(&target_threads);
+    return target_threads;
 }
 
-void parallel_for(long num_tasks, task_fn fn, void *context) {
+void parallel_for(long num_tasks, long grain, task_fn fn, void *context) {
     // A second caller at the same time waits: thread 0's scratch belongs to whoever holds the lock.
     pthread_mutex_lock(&pool_lock);
-    job_tasks = num_tasks;
-    job_fn = fn;
-    job_context = context;
-    atomic_store_explicit(&next_task, 0, memory_order_relaxed);
-    if (num_tasks > 1 && target_threads > 1 && num_workers > 0) {
-        atomic_store_explicit(&num_running, num_workers, memory_order_relaxed);
-        atomic_fetch_add(&generation, 1);
-        if (atomic_load(&num_sleeping) > 0) syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, num_workers, NULL, NULL, 0);
-        run_tasks(0);
-        // On a busy machine a worker may have lost its core: give ours up rather than spin against it.
-        for (int spins = 0; atomic_load_explicit(&num_running, memory_order_acquire) > 0; spins++) {
+    if (num_tasks <= grain || target_threads == 1 || num_workers == 0) {
+        for (long task = 0; task < num_tasks; task++) fn(context, task, 0);
+    } else {
+        uint32_t job = generation + 1;
+        // Nothing can be claimed while the fields change: a late worker would run a task of half the old job.
+        ticket = (uint64_t)job << 32 | UINT32_MAX;
+        job_tasks = num_tasks;
+        job_grain = grain;
+        job_fn = fn;
+        job_context = context;
+        num_done = 0;
+        ticket = (uint64_t)job << 32;
+        generation = job;
+        if (num_sleeping > 0) syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, num_workers, NULL, NULL, 0);
+        run_tasks(job, 0);
+        // A worker that holds a task may have lost its core: give ours up rather than spin against it.
+        for (int spins = 0; num_done < num_tasks; spins++) {
             if (spins < SPINS) __builtin_ia32_pause();
             else sched_yield();
         }
-    } else {
-        run_tasks(0);
     }
     pthread_mutex_unlock(&pool_lock);
 }

@@ -5,6 +5,9 @@
 
 #include <math.h>
 
+// Rows of one claim: about as many as are worth waking a thread for.
+INLINE long row_grain(long elements_per_row) { return 1 + 16384 / elements_per_row; }
+
 typedef struct {
     const float *x, *weight, *gate, *cos, *sin;
     const int32_t *positions;
@@ -34,7 +37,7 @@ static void rms_norm_row(void *context, long row, int thread) {
 // out [rows, dim] = x / rms(x) * weight.
 EXPORT void tandem_rms_norm(const float *x, long ldx, const float *weight, float eps, float *out, long rows, long dim) {
     norm_args a = {.x = x, .weight = weight, .out = out, .ldx = ldx, .dim = dim, .eps = eps};
-    parallel_for(rows, rms_norm_row, &a);
+    parallel_for(rows, row_grain(dim), rms_norm_row, &a);
 }
 
 static void gated_norm_row(void *context, long row, int thread) {
@@ -56,7 +59,7 @@ static void gated_norm_row(void *context, long row, int thread) {
 EXPORT void tandem_gated_rms_norm(const float *x, const float *gate, long ldg, const float *weight, float eps, float *out,
                                   long rows, long heads, long dim) {
     norm_args a = {.x = x, .gate = gate, .ldg = ldg, .weight = weight, .out = out, .heads = heads, .dim = dim, .eps = eps};
-    parallel_for(rows, gated_norm_row, &a);
+    parallel_for(rows, row_grain(heads * dim), gated_norm_row, &a);
 }
 
 static void rope_row(void *context, long row, int thread) {
@@ -83,7 +86,7 @@ EXPORT void tandem_rope(const float *x, long ldx, const float *weight, float eps
                         const int32_t *positions, float *out, long rows, long heads, long dim, long rot) {
     norm_args a = {.x = x, .weight = weight, .cos = cos, .sin = sin, .positions = positions, .out = out,
                    .ldx = ldx, .heads = heads, .dim = dim, .rot = rot, .eps = eps};
-    parallel_for(rows, rope_row, &a);
+    parallel_for(rows, row_grain(heads * dim), rope_row, &a);
 }
 
 typedef struct {
@@ -116,7 +119,7 @@ static void sigmoid_mul_row(void *context, long row, int thread) {
 EXPORT void tandem_gate_mul(const float *x, long ldx, const float *gate, long ldg, int is_silu, float *out, long rows,
                             long dim) {
     gate_args a = {x, gate, out, ldx, ldg, dim};
-    parallel_for(rows, is_silu ? silu_mul_row : sigmoid_mul_row, &a);
+    parallel_for(rows, row_grain(dim), is_silu ? silu_mul_row : sigmoid_mul_row, &a);
 }
 
 typedef struct {
@@ -155,7 +158,7 @@ static void conv_row(void *context, long row, int thread) {
 EXPORT void tandem_causal_conv(const float *x, long ldx, const float *state, const float *weight, const int32_t *parents,
                                const int32_t *row_slots, float *out, long rows, long channels, long taps) {
     conv_args a = {x, state, weight, parents, row_slots, out, ldx, channels, taps};
-    parallel_for(rows, conv_row, &a);
+    parallel_for(rows, row_grain(taps * channels), conv_row, &a);
 }
 
 // Keeps the newest taps - 1 inputs after each sequence's accepted rows: state [slots, taps - 1, channels] in place.
@@ -209,5 +212,5 @@ static void argmax_row(void *context, long row, int thread) {
 // Lowest index of the largest logit, and its log-probability under the softmax of the row.
 EXPORT void tandem_argmax(const float *logits, int32_t *ids, float *logprobs, long rows, long vocab) {
     argmax_args a = {logits, ids, logprobs, vocab};
-    parallel_for(rows, argmax_row, &a);
+    parallel_for(rows, row_grain(2 * vocab), argmax_row, &a);
 }

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafters, one module each, behind the interface of `base`."""

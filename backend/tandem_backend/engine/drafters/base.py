@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of drafters. A drafter guesses; it can change how fast a text comes, never the text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """A decoding sequence that a drafter may draft for."""
+
+    key: int  # names the sequence from `begin` to `end`
+    token_ids: Sequence[int]  # every committed token; the last one is the anchor
+    num_prompt_tokens: int  # tokens of this turn's prompt, kept ones included
+    block_table: Sequence[int]  # KV blocks of the sequence, for drafters that keep KV beside the target's
+    max_nodes: int  # nodes worth proposing, the anchor not counted; at least 1
+    max_depth: int  # tokens the request can still take; at least 1
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Draft nodes in any order in which a parent comes before its children; the anchor is not among them."""
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] = ()  # index into this proposal, -1: the anchor
+    scores: Sequence[float] = ()  # the drafter's guess that the target takes the node, given that it took the parent
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """Rows of the target that a round kept of one sequence."""
+
+    key: int
+    start: int  # position of the first row
+    hidden: Tensor  # [rows, hidden_size] float32, after the target's final norm
+    next_token_ids: Sequence[int]  # the token after each row
+    block_table: Sequence[int]
+
+
+class Drafter(Protocol):
+    """What the engine asks of a drafter; all calls come from the engine's thread."""
+
+    name: str
+
+    def begin(self, key: int) -> None:
+        """A sequence starts from nothing under `key`; whatever was known under it is void."""
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
+        """One proposal a context; an empty one declines."""
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        """A round committed these rows. Called once a round, for sequences that draft and for those that don't."""
+
+    def end(self, key: int) -> None:
+        """The sequence is gone."""
