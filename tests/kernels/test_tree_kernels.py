@@ -10,7 +10,7 @@ from torch import Tensor
 from tree_cases import TreeCase, TreePass, random_pass, tree_cases
 
 KERNELS = ["attention", "causal_conv", "gated_delta"]
-few_examples = settings(max_examples=12, deadline=None)
+few_examples = settings(max_examples=20, deadline=None)
 tree_sizes = st.lists(st.integers(1, 14), min_size=1, max_size=3)
 groups = st.sampled_from([1, 2, 3, 8])
 seeds = st.integers(0, 2**31)

@@ -79,7 +79,7 @@ def build_batch(sequences: Sequence[SequenceRows]) -> RowBatch:
         slots=torch.from_numpy(slots),
         prefix_lens=torch.tensor([seq.prefix_len for seq in sequences], dtype=torch.int32),
         block_tables=torch.from_numpy(tables),
-        logit_rows=None if len(logit_rows) == starts[-1] else torch.tensor(logit_rows),
+        logit_rows=None if len(logit_rows) == starts[-1] else torch.tensor(logit_rows, dtype=torch.int64),
         starts=tuple(starts),
     )
 
