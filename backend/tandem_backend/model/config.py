@@ -98,6 +98,20 @@ class _Reader:
             raise CheckpointError(f"{self.path}: {key} must be an integer, got {value!r}")
         return value
 
+    def section(self, key: str) -> Mapping[str, Any]:
+        """An object inside this one; empty when absent."""
+        value = self.values.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.path}: {key} must be an object, got {value!r}")
+        return value
+
+    def entries(self, key: str, kind: type) -> list[Any]:
+        """A list of `kind`; empty when absent."""
+        value = self.values.get(key) or []
+        if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+            raise CheckpointError(f"{self.path}: {key} must be a list of {kind.__name__}, got {value!r}")
+        return value
+
     def refuse(self, key: str, allowed: tuple[Any, ...]) -> None:
         value = self.values.get(key, allowed[0])
         if value not in allowed:
@@ -174,7 +188,7 @@ def _parse(reader: _Reader, model_type: str, family: Family, checkpoint: Path) -
 
 def _refuse_experts(reader: _Reader) -> None:
     layers = set(range(reader.count("num_hidden_layers")))
-    dense = set(reader.values.get("mlp_only_layers") or [])
+    dense = set(reader.entries("mlp_only_layers", int))
     if reader.values.get("num_experts", 512) and not layers <= dense:
         raise CheckpointError(
             f"{reader.path}: num_experts {reader.values.get('num_experts', 512)}: mixture-of-experts layers are not "
@@ -184,12 +198,12 @@ def _refuse_experts(reader: _Reader) -> None:
 
 def _layer_kinds(reader: _Reader, family: Family, num_layers: int) -> tuple[LayerKind, ...]:
     if not family.is_hybrid:
-        types = reader.values.get("layer_types") or ["full_attention"] * num_layers
+        types = reader.entries("layer_types", str) or ["full_attention"] * num_layers
         allowed: dict[str, LayerKind] = {"full_attention": "attention"}
     else:
         interval = reader.count("full_attention_interval", 4)
         default = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(num_layers)]
-        types = reader.values.get("layer_types") or default
+        types = reader.entries("layer_types", str) or default
         allowed = {"full_attention": "attention", "linear_attention": "delta"}
     if len(types) != num_layers:
         raise CheckpointError(f"{reader.path}: layer_types has {len(types)} entries for {num_layers} layers")
@@ -203,12 +217,14 @@ def _layer_kinds(reader: _Reader, family: Family, num_layers: int) -> tuple[Laye
 
 def _parse_rope(reader: _Reader, family: Family, head_dim: int) -> tuple[float, int, dict[str, float] | None]:
     """theta, rotated dims and Llama 3's scaling, from `rope_parameters` (transformers 5) or the older keys."""
-    rope = {**(reader.values.get("rope_scaling") or {}), **(reader.values.get("rope_parameters") or {})}
+    rope = {**reader.section("rope_scaling"), **reader.section("rope_parameters")}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ("default", "llama3"):
         raise CheckpointError(f"{reader.path}: rope_type {rope_type!r} is not supported; supported: default, llama3")
     section = _Reader({**reader.values, **rope}, reader.path)
     partial = section.number("partial_rotary_factor", family.default_partial_rotary)
+    if partial != 1.0 and not family.is_hybrid:
+        raise CheckpointError(f"{reader.path}: partial_rotary_factor {partial} is not supported for this model_type")
     rotary_dim = int(head_dim * partial)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise CheckpointError(f"{reader.path}: partial_rotary_factor {partial} of head_dim {head_dim} must be even")
