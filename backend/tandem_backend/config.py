@@ -14,22 +14,47 @@ MIB = 1024 * 1024
 
 
 class EngineConfig(BaseModel):
-    """Every key is described in backend/README.md; `checkpoint` is resolved against the folder of engine.json."""
+    """Every key is described in backend/README.md; relative paths start from the folder of engine.json."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     checkpoint: Path = Field(description="Hugging Face directory of the target; relative to the model's folder")
-    device: Literal["cpu", "auto"] = Field("auto", description="where the kernels run")
-    num_threads: int = Field(0, ge=0, le=512, description="CPU kernel threads; 0: one per usable core")
-    max_context_len: int = Field(0, ge=0, description="tokens of a sequence, output included; 0: the checkpoint's")
-    max_active: int = Field(32, ge=1, le=1024, description="requests decoded together in one round")
-    max_queued: int = Field(256, ge=0, description="requests that wait; more are answered UNAVAILABLE")
-    max_sessions: int = Field(256, ge=1, description="sequences whose state is kept between their turns")
-    kv_cache_bytes: int = Field(512 * MIB, ge=MIB, description="memory of the KV block pool")
-    max_prefill_rows: int = Field(256, ge=1, le=8192, description="prompt rows in one round")
-    joint_prefill_rows: int = Field(64, ge=1, le=8192, description="the same while other requests are decoding")
-    default_max_tokens: int = Field(256, ge=1, description="max_tokens of a request that names none")
-    session_idle_s: float = Field(300.0, gt=0, description="a session unused for so long is dropped")
+    device: Literal["cpu", "auto"] = Field(default="auto", description="where the kernels run")
+    num_threads: int = Field(default=0, ge=0, le=512, description="CPU kernel threads; 0: one per usable core")
+    max_context_len: int = Field(
+        default=0, ge=0, description="tokens of a sequence, output included; 0: the checkpoint's"
+    )
+    max_active: int = Field(default=32, ge=1, le=1024, description="requests decoded together in one round")
+    max_queued: int = Field(default=256, ge=0, description="requests that wait; more are answered UNAVAILABLE")
+    max_sessions: int = Field(default=256, ge=1, description="sequences whose state is kept between their turns")
+    kv_cache_bytes: int = Field(default=512 * MIB, ge=MIB, description="memory of the KV block pool")
+    max_prefill_rows: int = Field(default=256, ge=1, le=8192, description="prompt rows in one round")
+    joint_prefill_rows: int = Field(default=64, ge=1, le=8192, description="the same while other requests are decoding")
+    default_max_tokens: int = Field(default=256, ge=1, description="max_tokens of a request that names none")
+    drafters: tuple[str, ...] = Field(
+        default=("auto",),
+        description="who drafts for requests that name nobody: lookup, mtp, draft_model; auto: lookup, and mtp where "
+        "the checkpoint carries it; empty: plain decoding",
+    )
+    draft_model: Path | None = Field(default=None, description="directory of the draft_model drafter's checkpoint")
+    draft_vocab_size: int = Field(
+        default=2048, ge=1, description="token ids below this are the mtp drafter's vocabulary"
+    )
+    max_draft_tokens: int = Field(default=16, ge=1, le=63, description="draft nodes of one sequence in a round")
+    row_budget: int = Field(
+        default=32, ge=1, le=1024, description="rows of a joint round that anchors and draft nodes share"
+    )
+    router: Literal["adaptive", "always"] = Field(
+        default="adaptive",
+        description="adaptive: verify the nodes that pay; always: all that fit the budget (for checks)",
+    )
+    verify_curve: Path | None = Field(
+        default=None, description="file of tandem bench verify-curve; null: a built-in table"
+    )
+    self_test_rows: int = Field(
+        default=96, ge=0, le=4096, description="rows of the exactness self-test at load; 0: skip it"
+    )
+    session_idle_s: float = Field(default=300.0, gt=0, description="a session unused for so long is dropped")
 
 
 def load_engine_config(path: Path, overrides: Mapping[str, Any] | None = None) -> EngineConfig:
@@ -51,7 +76,10 @@ def load_engine_config(path: Path, overrides: Mapping[str, Any] | None = None) -
         config = EngineConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
-    return config.model_copy(update={"checkpoint": (path.parent / config.checkpoint).resolve()})
+    paths = {key: getattr(config, key) for key in ("checkpoint", "draft_model", "verify_curve")}
+    return config.model_copy(
+        update={key: (path.parent / value).resolve() for key, value in paths.items() if value is not None}
+    )
 
 
 def _parse_override(value: Any) -> Any:

@@ -23,12 +23,13 @@ def attention(
     row_seqs: Tensor,
     scale: float,
 ) -> Tensor:
-    """Attention output of every row, grouped queries.
+    """Attention output of the last rows of a pass, grouped queries.
 
-    q: [rows, heads, dim] float32; k_new: [rows, kv_heads, dim]; v_new: [rows, kv_heads * dim], rows may be strided;
+    q: [queries, heads, dim] float32, of the last `queries` rows; the rows before them are only read as ancestors;
+    k_new: [rows, kv_heads, dim]; v_new: [rows, kv_heads * dim], rows may be strided;
     k_cache, v_cache: [blocks, kv_heads, block, dim] float32, read below a sequence's prefix length only;
     block_tables: [seqs, n] int32; prefix_lens: [seqs] int32; parents: [rows] int32, row index or -1; row_seqs: [rows]
-    int32, index into block_tables. Returns [rows, heads * dim] float32.
+    int32, index into block_tables. Returns [queries, heads * dim] float32.
     """
     return cpu.attention(q, k_new, v_new, k_cache, v_cache, block_tables, prefix_lens, parents, row_seqs, scale)
 
@@ -46,11 +47,12 @@ def attention_reference(
     scale: float,
 ) -> Tensor:
     """Executable spec of `attention`, in q's dtype."""
-    rows, heads, dim = q.shape
+    queries, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
+    rows = k_new.shape[0]
     v_new = v_new.reshape(rows, kv_heads, dim)
     outputs = []
-    for row in range(rows):
+    for row in range(rows - queries, rows):
         path = [row]
         while parents[path[0]] >= 0:
             path.insert(0, int(parents[path[0]]))
@@ -60,7 +62,7 @@ def attention_reference(
         keys = torch.cat([k_cache[pages, :, positions % block], k_new[path]]).to(q.dtype)  # [length, kv_heads, dim]
         values = torch.cat([v_cache[pages, :, positions % block], v_new[path]]).to(q.dtype)
         keys, values = (part.repeat_interleave(heads // kv_heads, dim=1) for part in (keys, values))
-        weights = torch.softmax(torch.einsum("hd,lhd->hl", q[row], keys) * scale, dim=-1)
+        weights = torch.softmax(torch.einsum("hd,lhd->hl", q[row - rows + queries], keys) * scale, dim=-1)
         outputs.append(torch.einsum("hl,lhd->hd", weights, values))
     return torch.stack(outputs).flatten(1)
 

@@ -11,7 +11,7 @@ class DraftTree:
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]  # -1 for the anchor
-    scores: tuple[float, ...]  # probability that the whole path to the node is accepted; 1 for the anchor
+    scores: tuple[float, ...]  # the drafter's own score of each node; 1 for the anchor
     drafters: tuple[str, ...]  # who proposed the node; "" for the anchor
 
     @property

@@ -4,21 +4,24 @@
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import tandem_kernels as kernels
 
 from tandem_backend.config import EngineConfig
-from tandem_backend.engine.choose import Choice, choose
-from tandem_backend.engine.draft_tree import Accepted, DraftTree, accept, anchor_tree
+from tandem_backend.engine.drafters.base import Drafter
+from tandem_backend.engine.drafters.build import DrafterPlan, plan_drafters
+from tandem_backend.engine.drafting import Drafting
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.prompts import PromptEncoder
-from tandem_backend.engine.scheduler import ScheduledRows, Scheduler, Waiting
+from tandem_backend.engine.round import RecordLogits, RoundRunner, Step
+from tandem_backend.engine.router import Router, load_verify_curve
+from tandem_backend.engine.scheduler import Scheduler, Waiting
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Session
 from tandem_backend.engine.text_output import TextOutput
-from tandem_backend.engine.tokenizer import Tokenizer
+from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import ConfigError, InternalError, InvalidRequestError, TandemError
-from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import KV_BLOCK, allocate_state, block_bytes
 from tandem_backend.types import FinishReason, Request, RequestStats, SequenceId, StepOutput
@@ -29,35 +32,52 @@ logger = logging.getLogger(__name__)
 class Engine:
     """Decodes many requests together; what a request gets never depends on the others."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the checkpoint and allocate state. Raises ConfigError or CheckpointError."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        extra_drafters: Mapping[str, Drafter] | None = None,
+        record_logits: RecordLogits | None = None,
+    ) -> None:
+        """Load the checkpoint and its drafters, allocate state, run the self-test. Raises ConfigError, CheckpointError.
+
+        extra_drafters are asked beside the configured ones by requests that name them; record_logits sees the logits
+        row that chose each output token.
+        """
         kernels.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.model = Decoder(config.checkpoint)
-        model_config = self.model.config
-        has_tokenizer = (config.checkpoint / "tokenizer_config.json").exists()
-        self.tokenizer = Tokenizer(config.checkpoint) if has_tokenizer else None
-        self.prompts = PromptEncoder(self.tokenizer, model_config.vocab_size)
-        self.max_context_len = config.max_context_len or model_config.max_position
-        if self.max_context_len > model_config.max_position:
-            raise ConfigError(
-                f"max_context_len: at most {model_config.max_position} (the checkpoint's), got {self.max_context_len}"
-            )
-        # A pure recurrent model has no KV: its blocks cost nothing and only count tokens.
-        num_blocks = config.kv_cache_bytes // max(block_bytes(model_config), 1)
+        self.tokenizer = Tokenizer(config.checkpoint) if has_tokenizer(config.checkpoint) else None
+        self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size)
+        self.max_context_len = config.max_context_len or self.model.config.max_position
+        longest = self.model.config.max_position
+        if self.max_context_len > longest:
+            raise ConfigError(f"max_context_len: at most {longest} (the checkpoint's), got {self.max_context_len}")
+        plan = plan_drafters(config, self.model, self.tokenizer)
         num_slots = config.max_active + config.max_sessions
-        num_blocks = min(num_blocks, -(-self.max_context_len // KV_BLOCK) * num_slots)
+        num_blocks = self._num_blocks(plan, num_slots)
+        drafters = {**plan.build(num_blocks, num_slots), **(extra_drafters or {})}
+        router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
+        drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
+        state = allocate_state(self.model.config, num_blocks, num_slots)
+        self.rounds = RoundRunner(self.model, state, drafting, record_logits)
         self.scheduler = Scheduler(
-            config, self.max_context_len, KV_BLOCK, blocks=IndexPool(num_blocks), slots=IndexPool(num_slots)
+            config, self.max_context_len, KV_BLOCK, IndexPool(num_blocks), IndexPool(num_slots), on_free=drafting.end
         )
-        self.state = allocate_state(model_config, num_blocks, num_slots)
         self._outputs: list[StepOutput] = []
+
+    def _num_blocks(self, plan: DrafterPlan, num_slots: int) -> int:
+        """Blocks that kv_cache_bytes pays for; never more than all sequences could fill."""
+        bytes_each = block_bytes(self.model.config) + plan.block_bytes()
+        most = num_slots * -(-self.max_context_len // KV_BLOCK)
+        return min(self.config.kv_cache_bytes // bytes_each, most) if bytes_each else most
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
         prompt_ids = self.prompts.encode(request.prompt)
         prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns())
         self._check_length(request, len(prompt_ids))
+        self.rounds.drafting.names(request.params.drafter)
         return prepared
 
     def add(self, prepared: PreparedRequest) -> None:
@@ -72,7 +92,7 @@ class Engine:
         for item in self.scheduler.waiting:
             if item.prepared.request.request_id == request_id:
                 self.scheduler.waiting.remove(item)
-                self._outputs.append(StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+                self._end_unstarted(item, StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
                 return
         for generation in self.scheduler.running:
             if generation.request.request_id == request_id:
@@ -112,65 +132,25 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One round. An exception in it ends the round's requests with an error and leaves the others alone."""
         for item in self.scheduler.startable():
-            self._start(item)
+            try:
+                self._start(item)
+            except TandemError as error:
+                self._end_unstarted(item, StepOutput(request_id=item.prepared.request.request_id, error=error))
         scheduled = self.scheduler.schedule()
         if scheduled:
             try:
-                self._round(scheduled)
+                steps = self.rounds.run(scheduled)
             except Exception as error:
                 logger.exception("a round failed")
                 for rows in scheduled:
                     self._fail(rows.generation, InternalError(f"the round failed: {error}"))
+            else:
+                for rows, step in zip(scheduled, steps, strict=True):
+                    self._publish(rows.generation, step)
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _round(self, scheduled: list[ScheduledRows]) -> None:
-        trees = [self._propose(rows) for rows in scheduled]
-        batch = build_batch([_batch_rows(rows, tree) for rows, tree in zip(scheduled, trees, strict=True)])
-        result = self.model.forward(batch, self.state)
-        choices = choose(result.logits, scheduled, trees)
-        steps = [self._accept(rows, tree, choice) for rows, tree, choice in zip(scheduled, trees, choices, strict=True)]
-        self.model.commit(result, batch, [step.path for step in steps], self.state)
-        for rows, step in zip(scheduled, steps, strict=True):
-            self._publish(rows.generation, step)
-
-    def _propose(self, rows: ScheduledRows) -> DraftTree | None:
-        """The sequence's tree; None for a prompt chunk."""
-        return None if rows.num_prompt_rows else anchor_tree(rows.generation.sequence.token_ids[-1])
-
-    def _accept(self, rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> "_Step":
-        """Walk the tree, append what the target chose, stop where the request ends."""
-        generation = rows.generation
-        now = time.time_ns()
-        stats = generation.stats
-        stats.num_rounds += 1
-        stats.first_scheduled_time_ns = stats.first_scheduled_time_ns or now
-        if tree is not None:
-            accepted = accept(tree, choice.token_ids)
-        elif rows.ends_prompt:
-            accepted = Accepted(list(range(rows.num_prompt_rows)), choice.token_ids)
-        else:
-            generation.sequence.num_computed += rows.num_prompt_rows
-            return _Step(list(range(rows.num_prompt_rows)), None)
-        num_kept, text, reason = generation.take(accepted.token_ids)
-        # Every kept token but the last has its row; a stop inside an accepted run cuts the kept state with the text.
-        path = accepted.path[: len(accepted.path) - (len(accepted.token_ids) - num_kept)]
-        generation.sequence.num_computed += len(path)
-        stats.num_output_tokens = generation.num_output
-        stats.first_token_time_ns = stats.first_token_time_ns or now
-        stats.last_token_time_ns = now
-        nodes = accepted.path if tree is not None else [0]
-        logprobs = tuple(choice.logprobs[node] for node in nodes[:num_kept])
-        output = StepOutput(
-            request_id=generation.request.request_id,
-            text=text,
-            token_ids=tuple(accepted.token_ids[:num_kept]),
-            logprobs=logprobs,
-            finish_reason=reason,
-        )
-        return _Step(path, output)
-
-    def _publish(self, generation: Generation, step: "_Step") -> None:
+    def _publish(self, generation: Generation, step: Step) -> None:
         if step.output is None:
             return
         if step.output.is_last:
@@ -182,18 +162,15 @@ class Engine:
         """Turn a queued request into a running one: its tokens, memory and stop rules."""
         request, session = item.prepared.request, item.session
         kept = session.sequence if session is not None else None
-        try:
-            token_ids = list(item.prepared.prompt_ids)
-            if session is not None and kept is not None:
-                token_ids = self.prompts.continue_session(session, kept.token_ids, request.prompt)
-            self._check_length(request, len(token_ids))
-        except TandemError as error:
-            self._outputs.append(StepOutput(request_id=request.request_id, error=error))
-            return
+        token_ids = list(item.prepared.prompt_ids)
+        if session is not None and kept is not None:
+            token_ids = self.prompts.continue_session(session, kept.token_ids, request.prompt)
+        self._check_length(request, len(token_ids))
         sequence = kept if kept is not None else self.scheduler.new_sequence()
         if kept is None or token_ids[: len(kept.token_ids)] != kept.token_ids:
             sequence.num_computed = 0
-            self.state.clear_slot(sequence.slot)
+            self.rounds.state.clear_slot(sequence.slot)
+            self.rounds.drafting.begin(sequence.slot)
         sequence.token_ids = token_ids
         max_tokens = min(self.scheduler.max_tokens(item.prepared), self.max_context_len - len(token_ids))
         self.scheduler.reserve(sequence, len(token_ids) + max_tokens)
@@ -214,11 +191,19 @@ class Engine:
             text,
             session,
             stats,
+            self.rounds.drafting.names(request.params.drafter),
         )
         if session is not None:
             session.sequence, session.running = sequence, generation
             _remember_prompt(session, request, is_first=kept is None)
         self.scheduler.running.append(generation)
+
+    def _end_unstarted(self, item: Waiting, output: StepOutput) -> None:
+        """Give the last output of a request that never ran; an END still ends its session."""
+        self._outputs.append(output)
+        session = item.session
+        if session is not None and item.prepared.request.sequence_end and session.running is None:
+            self.scheduler.drop_session(session)
 
     def _finish(self, generation: Generation, output: StepOutput) -> None:
         """Give a request's last output and hand its state to its session, if it has one."""
@@ -249,24 +234,6 @@ class Engine:
                 f"max_tokens: {num_tokens} prompt tokens and {max_tokens} output tokens need {worst} KV blocks; "
                 f"kv_cache_bytes holds {self.scheduler.blocks.size}"
             )
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What a round did to one request: the rows to commit and the output, if it has one."""
-
-    path: list[int]
-    output: StepOutput | None
-
-
-def _batch_rows(rows: ScheduledRows, tree: DraftTree | None) -> SequenceRows:
-    sequence = rows.generation.sequence
-    start = sequence.num_computed
-    if tree is None:
-        chunk = sequence.token_ids[start : start + rows.num_prompt_rows]
-        logit_rows = [len(chunk) - 1] if rows.ends_prompt else []
-        return SequenceRows(chunk, start, sequence.slot, sequence.block_table, logit_rows=logit_rows)
-    return SequenceRows(tree.token_ids, start, sequence.slot, sequence.block_table, parents=tree.parents)
 
 
 def _remember_prompt(session: Session, request: Request, *, is_first: bool) -> None:

@@ -3,7 +3,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tandem_backend.config import EngineConfig
@@ -39,6 +39,7 @@ class Scheduler:
     block: int
     blocks: IndexPool
     slots: IndexPool
+    on_free: Callable[[int], None]  # told the slot of every sequence that is gone
     waiting: deque[Waiting] = field(default_factory=deque)
     running: list[Generation] = field(default_factory=list)
     sessions: dict[SequenceId, Session] = field(default_factory=dict)
@@ -149,6 +150,7 @@ class Scheduler:
     def free(self, sequence: Sequence) -> None:
         self.trim(sequence, 0)
         self.slots.release(sequence.slot)
+        self.on_free(sequence.slot)
 
     def drop_session(self, session: Session) -> None:
         """Forget a session that runs nothing."""

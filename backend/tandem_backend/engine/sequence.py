@@ -63,6 +63,7 @@ class Generation:
     text: TextOutput | None  # None for a checkpoint without tokenizer
     session: Session | None
     stats: RequestStats
+    drafters: frozenset[str]
     num_output: int = 0
 
     @property

@@ -11,6 +11,10 @@ from transformers import AutoTokenizer
 from tandem_backend.errors import CheckpointError, InvalidRequestError
 
 
+def has_tokenizer(checkpoint: Path) -> bool:
+    return (checkpoint / "tokenizer_config.json").exists() or (checkpoint / "tokenizer.json").exists()
+
+
 class Tokenizer:
     """A checkpoint's tokenizer. Thread-safe: nothing is changed after loading."""
 
@@ -54,6 +58,10 @@ class Tokenizer:
         except Exception as error:
             raise InvalidRequestError(f"messages: the chat template refused them: {error}") from error
         return text
+
+    def vocabulary(self) -> dict[str, int]:
+        vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        return vocabulary
 
     def stream(self) -> "TokenTextStream":
         return TokenTextStream(self)

@@ -33,7 +33,10 @@ class DecoderLayer:
         normed = kernels.rms_norm(x, self.input_norm, self.eps)
         rows: AttentionRows | DeltaRows
         x, rows = self.mixer.forward(normed, x, batch, state)  # type: ignore[arg-type]
-        return self.mlp.forward(kernels.rms_norm(x, self.mlp_norm, self.eps), x), rows
+        return self.feed_forward(x), rows
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.mlp.forward(kernels.rms_norm(x, self.mlp_norm, self.eps), x)
 
 
 @dataclass(frozen=True, slots=True)

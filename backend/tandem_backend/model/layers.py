@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 import tandem_kernels as kernels
+import torch
 from tandem_kernels import PackedWeight
 from torch import Tensor
 
@@ -49,7 +50,10 @@ class Attention:
     def weights(self) -> list[PackedWeight]:
         return [self.input, self.output]
 
-    def forward(self, x: Tensor, residual: Tensor, batch: RowBatch, state: KVLayer) -> tuple[Tensor, AttentionRows]:
+    def forward(
+        self, x: Tensor, residual: Tensor, batch: RowBatch, state: KVLayer, earlier: AttentionRows | None = None
+    ) -> tuple[Tensor, AttentionRows]:
+        """Rows `earlier` of the pass come before x's: batch.parents and batch.row_seqs cover both, positions only x's."""
         c, tables = self.config, self.rope
         query_dim, kv_dim = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
         gate_dim = query_dim if c.family.is_hybrid else 0
@@ -59,6 +63,8 @@ class Attention:
         q = kernels.rope(projected[:, :query_dim], self.q_norm, *args)
         k = kernels.rope(projected[:, key_start : key_start + kv_dim], self.k_norm, *args)
         v = projected[:, key_start + kv_dim :]
+        if earlier is not None:
+            k, v = torch.cat([earlier.keys, k]), torch.cat([earlier.values, v])
         out = kernels.attention(
             q,
             k,

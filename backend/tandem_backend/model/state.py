@@ -43,8 +43,7 @@ def allocate_state(config: ModelConfig, num_blocks: int, num_slots: int, block: 
     layers: list[KVLayer | RecurrentLayer] = []
     for kind in config.layer_kinds:
         if kind == "attention":
-            shape = (num_blocks, config.num_kv_heads, block, config.head_dim)
-            layers.append(KVLayer(torch.zeros(shape), torch.zeros(shape)))
+            layers.append(allocate_kv_layer(config, num_blocks, block))
         else:
             delta = config.delta
             assert delta is not None, "a config with delta layers has their sizes"
@@ -54,10 +53,15 @@ def allocate_state(config: ModelConfig, num_blocks: int, num_slots: int, block: 
     return ModelState(tuple(layers), block)
 
 
-def block_bytes(config: ModelConfig, block: int = KV_BLOCK) -> int:
-    """Bytes of one KV block over all attention layers."""
+def allocate_kv_layer(config: ModelConfig, num_blocks: int, block: int = KV_BLOCK) -> KVLayer:
+    shape = (num_blocks, config.num_kv_heads, block, config.head_dim)
+    return KVLayer(torch.zeros(shape), torch.zeros(shape))
+
+
+def block_bytes(config: ModelConfig, num_extra_layers: int = 0, block: int = KV_BLOCK) -> int:
+    """Bytes of one KV block over all attention layers, and over a drafter's that use the same block ids."""
     per_layer = 2 * config.num_kv_heads * block * config.head_dim * FLOAT_BYTES
-    return per_layer * config.layer_kinds.count("attention")
+    return per_layer * (config.layer_kinds.count("attention") + num_extra_layers)
 
 
 def slot_bytes(config: ModelConfig) -> int:

@@ -9,7 +9,7 @@ typedef struct {
     const float *q, *k_new, *v_new, *k_cache, *v_cache;
     const int32_t *block_tables, *prefix_lens, *parents, *row_seqs;
     float *out;
-    long ldv, table_len, heads, kv_heads, dim, block;
+    long ldv, table_len, first_row, heads, kv_heads, dim, block;
     float scale;
 } attention_args;
 
@@ -57,7 +57,8 @@ INLINE void attend_block(const float *q, const float *const *keys, const float *
 
 static void attend_row(void *context, long task, int thread) {
     const attention_args *a = context;
-    long row = task / a->kv_heads, kv_head = task % a->kv_heads, group = a->heads / a->kv_heads;
+    long query = task / a->kv_heads, row = a->first_row + query;
+    long kv_head = task % a->kv_heads, group = a->heads / a->kv_heads;
     long seq = a->row_seqs[row], prefix = a->prefix_lens[seq], depth = 0;
     for (long r = row; r >= 0; r = a->parents[r]) depth++;
     long length = prefix + depth, weights_len = a->block + LANES;
@@ -88,25 +89,27 @@ static void attend_row(void *context, long task, int thread) {
             }
         }
         for (long g = 0; g < group; g++)
-            attend_block(a->q + (row * a->heads + kv_head * group + g) * a->dim, keys, values, count, a->dim, a->scale,
+            attend_block(a->q + (query * a->heads + kv_head * group + g) * a->dim, keys, values, count, a->dim, a->scale,
                          weights, partial, top + g, sum + g, acc + g * a->dim);
     }
     for (long g = 0; g < group; g++) {
-        float *out = a->out + (row * a->heads + kv_head * group + g) * a->dim;
+        float *out = a->out + (query * a->heads + kv_head * group + g) * a->dim;
         for (long i = 0; i < a->dim; i++) out[i] = acc[g * a->dim + i] / sum[g];
     }
 }
 
-// q [rows, heads, dim]; k_new [rows, kv_heads, dim]; v_new [rows, kv_heads * dim] with row stride ldv;
+// q [queries, heads, dim]: those of rows [first_row, first_row + queries); the rows before are only read as ancestors.
+// k_new [rows, kv_heads, dim]; v_new [rows, kv_heads * dim] with row stride ldv;
 // k_cache, v_cache [blocks, kv_heads, block, dim]; block_tables [seqs, table_len]; prefix_lens [seqs];
-// parents, row_seqs [rows]; out [rows, heads * dim]. Only positions below a sequence's prefix length are read.
+// parents, row_seqs [rows]; out [queries, heads * dim]. Only positions below a sequence's prefix length are read.
 EXPORT void tandem_attention(const float *q, const float *k_new, const float *v_new, long ldv, const float *k_cache,
                              const float *v_cache, const int32_t *block_tables, long table_len,
                              const int32_t *prefix_lens, const int32_t *parents, const int32_t *row_seqs, float scale,
-                             float *out, long rows, long heads, long kv_heads, long dim, long block) {
+                             float *out, long queries, long first_row, long heads, long kv_heads, long dim,
+                             long block) {
     attention_args a = {q, k_new, v_new, k_cache, v_cache, block_tables, prefix_lens, parents, row_seqs,
-                        out, ldv, table_len, heads, kv_heads, dim, block, scale};
-    parallel_for(rows * kv_heads, 1, attend_row, &a);
+                        out, ldv, table_len, first_row, heads, kv_heads, dim, block, scale};
+    parallel_for(queries * kv_heads, 1, attend_row, &a);
 }
 
 // Copies rows into cache places: place = block index * block + offset. n pairs of (row, place).

@@ -224,9 +224,9 @@ def attention(
     row_seqs: Tensor,
     scale: float,
 ) -> Tensor:
-    rows, heads, dim = q.shape
+    queries, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
-    out = _empty(rows, heads * dim)
+    out = _empty(queries, heads * dim)
     _library.tandem_attention(
         q.data_ptr(),
         k_new.data_ptr(),
@@ -241,7 +241,8 @@ def attention(
         row_seqs.data_ptr(),
         scale,
         out.data_ptr(),
-        rows,
+        queries,
+        k_new.shape[0] - queries,
         heads,
         kv_heads,
         dim,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of drafters. A drafter guesses; it can change how fast a text comes, never the text."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,8 @@ class DraftContext:
     block_table: Sequence[int]  # KV blocks of the sequence, for drafters that keep KV beside the target's
     max_nodes: int  # nodes worth proposing, the anchor not counted; at least 1
     max_depth: int  # tokens the request can still take; at least 1
+    token_ms: float = math.inf  # what a token costs without drafts: a node pays by its path's probability times this
+    row_ms: float = 0.0  # what a node's row costs in the pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the drafters that a configuration names, and refuses by name those that the checkpoint can't feed."""
+
+from dataclasses import dataclass, field
+
+from tandem_backend.config import EngineConfig
+from tandem_backend.engine.drafters.base import Drafter
+from tandem_backend.engine.drafters.draft_model import DraftModelDrafter
+from tandem_backend.engine.drafters.lookup import LookupDrafter
+from tandem_backend.engine.drafters.mtp import MtpDrafter
+from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
+from tandem_backend.errors import CheckpointError, ConfigError
+from tandem_backend.model.checkpoint import Checkpoint
+from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.mtp import MtpHead
+from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer, allocate_state, block_bytes
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterPlan:
+    """Drafters whose weights are loaded, but not their state: the size of the block pool depends on them."""
+
+    names: tuple[str, ...]
+    mtp_head: MtpHead | None = field(default=None)
+    draft_model: Decoder | None = field(default=None)
+
+    def block_bytes(self) -> int:
+        """Bytes that the drafters add to each KV block."""
+        mtp = self.mtp_head.decoder.config if self.mtp_head is not None else None
+        own = block_bytes(mtp, num_extra_layers=1) - block_bytes(mtp) if mtp is not None else 0
+        return own + (block_bytes(self.draft_model.config) if self.draft_model is not None else 0)
+
+    def build(self, num_blocks: int, num_slots: int) -> dict[str, Drafter]:
+        """The drafters by name, cheap ones first."""
+        drafters: dict[str, Drafter] = {}
+        if "lookup" in self.names:
+            drafters["lookup"] = LookupDrafter()
+        if self.mtp_head is not None:
+            kv = allocate_kv_layer(self.mtp_head.decoder.config, num_blocks)
+            drafters["mtp"] = MtpDrafter(self.mtp_head, kv, KV_BLOCK, width=1, top_k=1)
+        if self.draft_model is not None:
+            state = allocate_state(self.draft_model.config, num_blocks, num_slots)
+            drafters["draft_model"] = DraftModelDrafter(self.draft_model, state)
+        return drafters
+
+
+def plan_drafters(config: EngineConfig, target: Decoder, tokenizer: Tokenizer | None) -> DrafterPlan:
+    """Load what the configured drafters need. Raises ConfigError naming a drafter that can't work with the target."""
+    known = (AUTO, "lookup", "mtp", "draft_model")
+    for name in config.drafters:
+        if name not in known:
+            raise ConfigError(f"drafters: unknown drafter {name!r}; known: {', '.join(known)}")
+    names = tuple(dict.fromkeys(n for name in config.drafters for n in _resolve(name, target)))
+    if "mtp" in names and not target.config.num_mtp_layers:
+        raise ConfigError(f"drafters: 'mtp' reads the checkpoint's mtp.* head; {config.checkpoint} carries none")
+    if ("draft_model" in names) != (config.draft_model is not None):
+        raise ConfigError("draft_model: the directory and 'draft_model' in drafters belong together; one is missing")
+    head = None
+    if "mtp" in names:
+        head = MtpHead(target, Checkpoint(config.checkpoint), config.draft_vocab_size)
+    draft = _load_draft_model(config, target, tokenizer) if "draft_model" in names else None
+    return DrafterPlan(names, head, draft)
+
+
+def _resolve(name: str, target: Decoder) -> tuple[str, ...]:
+    if name != AUTO:
+        return (name,)
+    return ("lookup", "mtp") if target.config.num_mtp_layers else ("lookup",)
+
+
+def _load_draft_model(config: EngineConfig, target: Decoder, tokenizer: Tokenizer | None) -> Decoder:
+    assert config.draft_model is not None, "checked with the drafters' names"
+    try:
+        draft = Decoder(config.draft_model)
+    except CheckpointError as error:
+        raise ConfigError(f"draft_model: {error}") from error
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"draft_model: its vocabulary has {draft.config.vocab_size} tokens, the target's {target.config.vocab_size}"
+        )
+    context = config.max_context_len or target.config.max_position
+    if draft.config.max_position < context:
+        raise ConfigError(
+            f"draft_model: its context of {draft.config.max_position} is shorter than the target's {context}"
+        )
+    own = Tokenizer(config.draft_model) if has_tokenizer(config.draft_model) else None
+    if tokenizer is not None and own is not None and own.vocabulary() != tokenizer.vocabulary():
+        raise ConfigError(f"draft_model: {config.draft_model} has another tokenizer than the target")
+    return draft

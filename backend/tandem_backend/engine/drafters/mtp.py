@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `mtp` drafter: chains or trees from the checkpoint's own head, with its own KV beside the target's blocks.
+
+Its KV at position i belongs to (target's hidden state i, token i + 1). Rows that the target committed are kept until
+the next draft and then written in one pass; a draft's own rows are dropped with it, so nothing is ever taken back.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
+from tandem_backend.model.batch import RowBatch, SequenceRows, accept_rows, build_batch
+from tandem_backend.model.layers import AttentionRows
+from tandem_backend.model.mtp import MtpHead
+from tandem_backend.model.state import KVLayer
+
+MAX_PENDING_ROWS = 64  # more are written at once: prompts
+
+
+@dataclass(slots=True)
+class _Track:
+    """What is known of one sequence: KV for `num_written` positions, then rows that wait."""
+
+    num_written: int = 0
+    pending: list[CommittedRows] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_written + self.num_pending
+
+    @property
+    def num_pending(self) -> int:
+        return sum(len(rows.next_token_ids) for rows in self.pending)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A proposal while it grows."""
+
+    context: DraftContext
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    paths: list[float] = field(default_factory=list)  # product of the scores down to each node
+    depths: list[int] = field(default_factory=list)
+
+    def add(self, parent: int, token_id: int, score: float) -> None:
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.scores.append(score)
+        self.paths.append(score * (self.paths[parent] if parent >= 0 else 1.0))
+        self.depths.append(self.depths[parent] + 1 if parent >= 0 else 1)
+
+    def expandable(self, first: int, width: int, step_ms: float) -> list[int]:
+        """The best of the nodes from `first` on whose next token is likely enough to pay for another step."""
+        context = self.context
+        if len(self.token_ids) >= context.max_nodes:
+            return []
+        nodes = [
+            node
+            for node in range(first, len(self.token_ids))
+            if self.depths[node] < context.max_depth and self.paths[node] * context.token_ms > context.row_ms + step_ms
+        ]
+        return sorted(nodes, key=lambda node: -self.paths[node])[:width]
+
+
+class MtpDrafter:
+    """`top_k` children a node, the best `width` nodes of a depth expanded; width 1 and top_k 1 make a chain."""
+
+    name = "mtp"
+
+    def __init__(self, head: MtpHead, kv: KVLayer, block: int, *, width: int, top_k: int) -> None:
+        self.head, self.kv, self.block = head, kv, block
+        self.width, self.top_k = width, top_k
+        self._tracks: dict[int, _Track] = {}
+        self._step_ms = 0.0  # running time of one depth, for all sequences together
+
+    def begin(self, key: int) -> None:
+        self._tracks[key] = _Track()
+
+    def end(self, key: int) -> None:
+        self._tracks.pop(key, None)
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        full = []
+        for item in rows:
+            track = self._tracks.get(item.key)
+            if track is None or track.num_rows != item.start:
+                continue  # rows before these were never seen: this sequence can't be drafted for
+            track.pending.append(item)
+            if track.num_pending >= MAX_PENDING_ROWS:
+                full.append(item.key)
+        if full:
+            self._write_pending(full)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
+        drafts = [_Draft(context) for context in contexts]
+        ready = [draft for draft in drafts if self._is_in_step(draft.context)]
+        if ready:
+            hidden = self._write_pending([draft.context.key for draft in ready])
+            self._grow(ready, hidden)
+        return [Proposal(draft.token_ids, draft.parents, draft.scores) for draft in drafts]
+
+    def _is_in_step(self, context: DraftContext) -> bool:
+        track = self._tracks.get(context.key)
+        return track is not None and bool(track.pending) and track.num_rows == len(context.token_ids) - 1
+
+    def _write_pending(self, keys: Sequence[int]) -> Tensor:
+        """Write the waiting rows' KV; returns the output at each sequence's last row, [len(keys), hidden_size]."""
+        tracks = [self._tracks[key] for key in keys]
+        hidden = torch.cat([rows.hidden for track in tracks for rows in track.pending])
+        batch = build_batch(
+            [
+                SequenceRows(
+                    [token_id for rows in track.pending for token_id in rows.next_token_ids],
+                    track.num_written,
+                    slot=0,
+                    block_table=track.pending[-1].block_table,
+                )
+                for track in tracks
+            ]
+        )
+        out, rows = self.head.forward(hidden, batch, self.kv)
+        paths = [range(end - start) for start, end in zip(batch.starts[:-1], batch.starts[1:], strict=True)]
+        self.head.attention.commit(rows, accept_rows(batch, paths, self.block), self.kv)
+        for track in tracks:
+            track.num_written += track.num_pending
+            track.pending.clear()
+        return out[[end - 1 for end in batch.starts[1:]]]
+
+    def _grow(self, drafts: Sequence[_Draft], hidden: Tensor) -> None:
+        """Expand the drafts depth by depth, all sequences in one pass; hidden is the outputs at the anchors."""
+        frontier = [(seq, -1) for seq in range(len(drafts))]
+        rows_of: dict[tuple[int, int], int] = {}  # (sequence, node) -> its row among the draft's
+        seq_of: list[int] = []
+        parents: list[int] = []
+        earlier: AttentionRows | None = None
+        while True:
+            first = [len(draft.token_ids) for draft in drafts]
+            self._add_children(drafts, frontier, hidden)
+            parent_rows = {node: row for row, node in enumerate(frontier)}
+            frontier = [
+                (s, node)
+                for s, draft in enumerate(drafts)
+                for node in draft.expandable(first[s], self.width, self._step_ms / len(drafts))
+            ]
+            if not frontier:
+                return
+            begun = time.perf_counter()
+            for seq, node in frontier:
+                parent = drafts[seq].parents[node]
+                rows_of[seq, node] = len(seq_of)
+                parents.append(rows_of[seq, parent] if parent >= 0 else -1)
+                seq_of.append(seq)
+            inputs = hidden[[parent_rows[seq, drafts[seq].parents[node]] for seq, node in frontier]]
+            hidden, earlier = self.head.forward(
+                inputs, _draft_batch(drafts, frontier, parents, seq_of), self.kv, earlier
+            )
+            self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
+
+    def _add_children(self, drafts: Sequence[_Draft], frontier: Sequence[tuple[int, int]], hidden: Tensor) -> None:
+        ids, probs = self.head.top_tokens(hidden, self.top_k)
+        for (seq, node), row_ids, row_probs in zip(frontier, ids, probs, strict=True):
+            draft = drafts[seq]
+            for token_id, prob in zip(row_ids, row_probs, strict=True):
+                if len(draft.token_ids) < draft.context.max_nodes:
+                    draft.add(node, token_id, prob)
+
+
+def _draft_batch(
+    drafts: Sequence[_Draft], frontier: Sequence[tuple[int, int]], parents: list[int], seq_of: list[int]
+) -> RowBatch:
+    """The frontier's rows; parents and row_seqs cover the rows of earlier depths too."""
+    contexts = [draft.context for draft in drafts]
+    longest = max(len(context.block_table) for context in contexts)
+    tables = torch.zeros(len(contexts), max(longest, 1), dtype=torch.int32)
+    for seq, context in enumerate(contexts):
+        tables[seq, : len(context.block_table)] = torch.tensor(context.block_table, dtype=torch.int32)
+    prefix_lens = [len(context.token_ids) - 1 for context in contexts]
+    positions = [prefix_lens[seq] + drafts[seq].depths[node] - 1 for seq, node in frontier]
+    empty = torch.empty(0, dtype=torch.int32)
+    return RowBatch(
+        token_ids=torch.tensor([drafts[seq].token_ids[node] for seq, node in frontier]),
+        positions=torch.tensor(positions, dtype=torch.int32),
+        parents=torch.tensor(parents, dtype=torch.int32),
+        row_seqs=torch.tensor(seq_of, dtype=torch.int32),
+        row_slots=empty,
+        seq_starts=empty,
+        slots=empty,
+        prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32),
+        block_tables=tables,
+        logit_rows=None,
+        starts=(0, len(frontier)),
+    )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ProposalTree: the proposals of several drafters for one sequence, merged; shared prefixes become shared nodes."""
+
+from collections.abc import Callable, Set
+
+from tandem_backend.engine.draft_tree import DraftTree
+from tandem_backend.engine.drafters.base import Proposal
+
+
+class ProposalTree:
+    """Nodes in order of arrival; -1 stands for the anchor as a parent."""
+
+    def __init__(self, anchor: int) -> None:
+        self.anchor = anchor
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.drafters: list[str] = []  # who proposed the node first
+        self.scores: list[float] = []  # that drafter's raw score
+        self.conditionals: list[float] = []  # calibrated probability given the parent, the best of its proposers'
+        self.paths: list[float] = []  # product of the conditionals down to the node
+        self.children: dict[int, list[int]] = {-1: []}
+
+    def merge(self, drafter: str, proposal: Proposal, probability: Callable[[str, float], float]) -> None:
+        """Add a proposal; a node that is already there keeps its first proposer and the better probability."""
+        places: list[int] = []
+        for token_id, parent, score in zip(proposal.token_ids, proposal.parents, proposal.scores, strict=True):
+            place = places[parent] if parent >= 0 else -1
+            conditional = min(max(probability(drafter, score), 1e-6), 1.0)
+            node = next((child for child in self.children[place] if self.token_ids[child] == token_id), None)
+            if node is None:
+                node = self._append(token_id, place, drafter, score, conditional)
+            else:
+                self.conditionals[node] = max(self.conditionals[node], conditional)
+            # Parents come before children, so a path is complete when its node is reached.
+            self.paths[node] = self.conditionals[node] * (self.paths[place] if place >= 0 else 1.0)
+            places.append(node)
+
+    def _append(self, token_id: int, parent: int, drafter: str, score: float, conditional: float) -> int:
+        node = len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.drafters.append(drafter)
+        self.scores.append(score)
+        self.conditionals.append(conditional)
+        self.paths.append(0.0)
+        self.children[parent].append(node)
+        self.children[node] = []
+        return node
+
+    def draft_tree(self, kept: Set[int]) -> DraftTree:
+        """The kept nodes (closed under parents) in depth-first pre-order, likelier children first."""
+        order: list[int] = []
+        place = {-1: 0}
+        parents = [-1]
+        stack = self._best_first(-1, kept)
+        while stack:
+            node = stack.pop()
+            place[node] = len(order) + 1
+            order.append(node)
+            parents.append(place[self.parents[node]])
+            stack.extend(self._best_first(node, kept))
+        return DraftTree(
+            token_ids=(self.anchor, *(self.token_ids[node] for node in order)),
+            parents=tuple(parents),
+            scores=(1.0, *(self.scores[node] for node in order)),
+            drafters=("", *(self.drafters[node] for node in order)),
+        )
+
+    def _best_first(self, parent: int, kept: Set[int]) -> list[int]:
+        """Kept children, the likeliest last: the stack's top."""
+        return sorted((node for node in self.children[parent] if node in kept), key=lambda node: self.paths[node])

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One round: propose, cut, forward, accept, commit. The algorithm of the engine on one page."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tandem_backend.engine.choose import Choice, choose
+from tandem_backend.engine.draft_tree import Accepted, DraftTree, accept, anchor_tree
+from tandem_backend.engine.drafters.base import CommittedRows
+from tandem_backend.engine.drafting import Drafting
+from tandem_backend.engine.scheduler import ScheduledRows
+from tandem_backend.engine.times import RoundTimes, Stopwatch
+from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
+from tandem_backend.model.decoder import Decoder, ForwardResult
+from tandem_backend.model.state import ModelState
+from tandem_backend.types import RequestStats, StepOutput
+
+RecordLogits = Callable[[str, int, Tensor], None]  # request id, index of the output token, the row that chose it
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a round did to one request: the rows to commit and the output, if it has one."""
+
+    path: Sequence[int]
+    accepted: Accepted | None  # the walk through the draft tree; None: a prompt chunk
+    output: StepOutput | None
+
+
+@dataclass(slots=True)
+class RoundRunner:
+    """The model, its state and its drafters; knows nothing of queues and sessions."""
+
+    model: Decoder
+    state: ModelState
+    drafting: Drafting
+    record_logits: RecordLogits | None = None
+    times: RoundTimes = field(default_factory=RoundTimes)
+
+    def run(self, scheduled: Sequence[ScheduledRows]) -> list[Step]:
+        """One pass over the rows of all scheduled requests; their sequences come out longer."""
+        watch, spent = Stopwatch(), RoundTimes(num_rounds=1)
+        drafted = self.drafting.propose(scheduled)
+        spent.draft_ms = watch.lap_ms()
+        batch = build_batch([_batch_rows(*item) for item in zip(scheduled, drafted.trees, strict=True)])
+        spent.num_rows = batch.num_rows
+        spent.host_ms = watch.lap_ms()
+        result = self.model.forward(batch, self.state)
+        spent.verify_ms = watch.lap_ms()
+        choices = choose(result.logits, scheduled, drafted.trees)
+        steps = [_accept(*item) for item in zip(scheduled, drafted.trees, choices, strict=True)]
+        spent.accept_ms = watch.lap_ms()
+        self.model.commit(result, batch, [step.path for step in steps], self.state)
+        spent.commit_ms = watch.lap_ms()
+        self._observe(scheduled, steps, batch, result)
+        self.drafting.learn(drafted, scheduled, [step.accepted for step in steps], spent)
+        spent.host_ms += watch.lap_ms()
+        self.times.add(spent)
+        return steps
+
+    def _observe(
+        self, scheduled: Sequence[ScheduledRows], steps: Sequence[Step], batch: RowBatch, result: ForwardResult
+    ) -> None:
+        """Show the drafters what was committed, and the recorder which logits chose each token."""
+        committed, first_logit = [], 0
+        for i, (rows, step) in enumerate(zip(scheduled, steps, strict=True)):
+            sequence, path = rows.generation.sequence, step.path
+            start = sequence.num_computed - len(path)
+            first, num_rows = batch.starts[i], batch.starts[i + 1] - batch.starts[i]
+            hidden = result.hidden[first : first + len(path)]
+            if any(node != row for row, node in enumerate(path)):
+                hidden = result.hidden[[first + node for node in path]]
+            next_ids = sequence.token_ids[start + 1 : start + 1 + len(path)]
+            committed.append(CommittedRows(sequence.slot, start, hidden, next_ids, sequence.block_table))
+            num_logits = int(rows.ends_prompt) if rows.num_prompt_rows else num_rows
+            if self.record_logits is not None and step.output is not None:
+                self._record(rows, step, result.logits[first_logit : first_logit + num_logits])
+            first_logit += num_logits
+        self.drafting.observe(committed)
+
+    def _record(self, rows: ScheduledRows, step: Step, logits: Tensor) -> None:
+        assert self.record_logits is not None
+        assert step.output is not None
+        generation, tokens = rows.generation, step.output.token_ids
+        nodes = [0] if rows.num_prompt_rows else step.path[: len(tokens)]
+        for n, node in enumerate(nodes):
+            index = generation.num_output - len(tokens) + n
+            self.record_logits(generation.request.request_id, index, logits[node])
+
+
+def _batch_rows(rows: ScheduledRows, tree: DraftTree | None) -> SequenceRows:
+    sequence = rows.generation.sequence
+    start = sequence.num_computed
+    if tree is None:
+        chunk = sequence.token_ids[start : start + rows.num_prompt_rows]
+        logit_rows = [len(chunk) - 1] if rows.ends_prompt else []
+        return SequenceRows(chunk, start, sequence.slot, sequence.block_table, logit_rows=logit_rows)
+    return SequenceRows(tree.token_ids, start, sequence.slot, sequence.block_table, parents=tree.parents)
+
+
+def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step:
+    """Walk the tree with the target's choices and append them, up to the token that ends the request."""
+    generation, now = rows.generation, time.time_ns()
+    sequence, stats = generation.sequence, generation.stats
+    stats.num_rounds += 1
+    stats.first_scheduled_time_ns = stats.first_scheduled_time_ns or now
+    if tree is None and not rows.ends_prompt:
+        sequence.num_computed += rows.num_prompt_rows
+        return Step(range(rows.num_prompt_rows), None, None)
+    accepted = accept(tree if tree is not None else anchor_tree(sequence.token_ids[-1]), choice.token_ids)
+    num_kept, text, reason = generation.take(accepted.token_ids)
+    # A kept token's own row is not computed yet, so as many rows are kept as tokens: a stop inside an accepted run cuts
+    # the kept state with the text.
+    path = range(rows.num_prompt_rows) if tree is None else accepted.path[:num_kept]
+    sequence.num_computed += len(path)
+    stats.num_output_tokens = generation.num_output
+    stats.first_token_time_ns = stats.first_token_time_ns or now
+    stats.last_token_time_ns = now
+    if tree is not None:
+        _count_drafts(stats, tree, path)
+    output = StepOutput(
+        request_id=generation.request.request_id,
+        text=text,
+        token_ids=tuple(accepted.token_ids[:num_kept]),
+        logprobs=tuple(choice.logprobs[node] for node in accepted.path[:num_kept]),
+        finish_reason=reason,
+    )
+    return Step(path, accepted if tree is not None else None, output)
+
+
+def _count_drafts(stats: RequestStats, tree: DraftTree, path: Sequence[int]) -> None:
+    stats.num_draft_tokens += tree.num_nodes - 1
+    stats.num_accepted_tokens += len(path) - 1
+    for node in range(1, tree.num_nodes):
+        drafted, accepted = stats.drafter_tokens.get(tree.drafters[node], (0, 0))
+        stats.drafter_tokens[tree.drafters[node]] = (drafted + 1, accepted + (node in path))

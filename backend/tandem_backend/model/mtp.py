@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint's multi-token-prediction head: one attention layer that guesses the token after the next.
+
+Format: `mtp.*` of Qwen3-Next and Qwen3.5. At position t it takes fc([norm(embed(token[t+1])), norm(h[t])]), h being the
+target's hidden state after its final norm, or for further drafts its own output at the position before.
+"""
+
+import tandem_kernels as kernels
+import torch
+from torch import Tensor
+
+from tandem_backend.errors import CheckpointError
+from tandem_backend.model.batch import RowBatch
+from tandem_backend.model.checkpoint import Checkpoint
+from tandem_backend.model.decoder import Decoder, DecoderLayer
+from tandem_backend.model.layers import Attention, AttentionRows
+from tandem_backend.model.layout import WeightReader
+from tandem_backend.model.state import KVLayer
+
+
+class MtpHead:
+    """Weights and the pass; `vocab` bounds the token ids it may draft (byte-pair ids are in order of frequency)."""
+
+    def __init__(self, decoder: Decoder, checkpoint: Checkpoint, vocab: int) -> None:
+        config = decoder.config
+        if config.num_mtp_layers != 1:
+            raise CheckpointError(
+                f"{checkpoint.directory}: mtp_num_hidden_layers is {config.num_mtp_layers}; the mtp drafter needs 1"
+            )
+        reader = WeightReader(checkpoint, config)
+        hidden = config.hidden_size
+        self.decoder, self.eps = decoder, config.rms_eps
+        self.fc = kernels.pack_weight(reader.take("mtp.fc.weight", hidden, 2 * hidden))
+        self.embedding_norm = reader.norm("mtp.pre_fc_norm_embedding.weight")
+        self.hidden_norm = reader.norm("mtp.pre_fc_norm_hidden.weight")
+        self.attention = Attention(reader, "mtp.layers.0.", decoder.rope)
+        self.layer = DecoderLayer(reader, "mtp.layers.0.", self.attention)
+        self.norm = reader.norm("mtp.norm.weight")
+        self.head = kernels.pack_weight(reader.head()[: min(vocab, config.vocab_size)])
+
+    @torch.inference_mode()
+    def forward(
+        self, hidden: Tensor, batch: RowBatch, kv: KVLayer, earlier: AttentionRows | None = None
+    ) -> tuple[Tensor, AttentionRows]:
+        """hidden: [rows, hidden_size]; batch.token_ids are the tokens after them. Returns outputs [rows, hidden_size].
+
+        Rows `earlier` of the same draft come before these, as in `Attention.forward`.
+        """
+        embedded = kernels.rms_norm(self.decoder.embed(batch.token_ids), self.embedding_norm, self.eps)
+        x = kernels.linear(torch.cat([embedded, kernels.rms_norm(hidden, self.hidden_norm, self.eps)], dim=1), self.fc)
+        normed = kernels.rms_norm(x, self.layer.input_norm, self.eps)
+        x, rows = self.attention.forward(normed, x, batch, kv, earlier)
+        return kernels.rms_norm(self.layer.feed_forward(x), self.norm, self.eps), rows
+
+    @torch.inference_mode()
+    def top_tokens(self, hidden: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """The `count` likeliest tokens of each row and their probabilities within the drafted vocabulary."""
+        logits = kernels.linear(hidden, self.head)
+        if count == 1:
+            ids, logprobs = kernels.argmax(logits)
+            return ids[:, None].tolist(), logprobs.exp()[:, None].tolist()
+        probs, ids = torch.softmax(logits, dim=-1).topk(min(count, logits.shape[1]), dim=-1)
+        return ids.tolist(), probs.tolist()
