@@ -13,6 +13,7 @@ KERNELS = "tandem_kernels"
 MODEL = "tandem_backend.model"
 ENGINE = "tandem_backend.engine"
 SERVING = "tandem_backend.serving"
+VERIFICATION = "tandem_backend.verification"
 COMMANDS = "tandem_backend.commands"
 
 # Layer -> the packages of ours that it may import; itself is always allowed.
@@ -21,7 +22,8 @@ ALLOWED = {
     MODEL: (KERNELS, *SHARED),
     ENGINE: (KERNELS, MODEL, *SHARED),
     SERVING: (KERNELS, MODEL, ENGINE, *SHARED),
-    COMMANDS: (KERNELS, MODEL, ENGINE, SERVING, *SHARED, "tandem_client"),
+    VERIFICATION: (KERNELS, MODEL, ENGINE, *SHARED, "tandem_client"),
+    COMMANDS: (KERNELS, MODEL, ENGINE, SERVING, VERIFICATION, *SHARED, "tandem_client"),
     "tandem_backend.config": SHARED,
     "tandem_backend.types": SHARED,
     "tandem_backend.errors": (),
@@ -108,6 +110,8 @@ def test_every_layer_has_modules() -> None:
         ("tandem_backend.engine.engine", "import triton_python_backend_utils"),
         ("tandem_backend.serving.model", "from tandem_backend.commands import serve"),
         ("tandem_backend.serving.model", "import tandem_client"),
+        ("tandem_backend.engine.engine", "from tandem_backend.verification.gate import verify"),
+        ("tandem_backend.verification.gate", "from tandem_backend.commands import verify"),
         ("tandem_backend.commands.demo", "import tritonclient.grpc"),
         ("tandem_client.sync", "from tandem_backend.types import Request"),
         ("tests.unit.test_engine", "import tritonclient.http"),
