@@ -1,12 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lookup drafter against a search through the whole text, and what any tree of it must be."""
 
+from random import Random
+
 from hypothesis import given
 from hypothesis import strategies as st
 from tandem_backend.engine.drafters.base import DraftContext, Proposal
 from tandem_backend.engine.drafters.lookup import MAX_MATCH, MAX_VOTERS, MIN_MATCH, History, LookupDrafter
 
-texts = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab), min_size=1, max_size=80))
+short_texts = st.integers(1, 4).flatmap(lambda vocab: st.lists(st.integers(0, vocab), min_size=1, max_size=80))
+long_texts = st.builds(  # n-grams that stand more often than they are remembered
+    lambda seed, vocab, size: Random(seed).choices(range(vocab), k=size),
+    st.integers(0, 1000),
+    st.integers(1, 4),
+    st.integers(100, 300),
+)
+texts = short_texts | long_texts
 
 
 def context(token_ids: list[int], max_nodes: int = 16, max_depth: int = 16, key: int = 0) -> DraftContext:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test drafters `wrong`, `half` and `oracle`: they know plain decoding's output and are right as often as they say."""
+"""The test drafters `wrong`, `half` and `oracle`: they know plain decoding's output and how often to be right."""
 
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
