@@ -18,15 +18,16 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    checkpoint: Path = Field(description="Hugging Face directory of the target; relative to the model's folder")
+    checkpoint: Path = Field(description="Hugging Face directory of the target")
     device: Literal["cpu", "auto"] = Field(default="auto", description="where the kernels run")
     num_threads: int = Field(default=0, ge=0, le=512, description="CPU kernel threads; 0: one per usable core")
     max_context_len: int = Field(
-        default=0, ge=0, description="tokens of a sequence, output included; 0: the checkpoint's"
+        default=0, ge=0, description="tokens of a sequence; 0: as many as the checkpoint allows"
     )
     max_active: int = Field(default=32, ge=1, le=1024, description="requests decoded together in one round")
     max_queued: int = Field(default=256, ge=0, description="requests that wait; more are answered UNAVAILABLE")
     max_sessions: int = Field(default=256, ge=1, description="sequences whose state is kept between their turns")
+    session_idle_s: float = Field(default=300.0, gt=0, description="a session unused for so long is dropped")
     kv_cache_bytes: int = Field(default=512 * MIB, ge=MIB, description="memory of the KV block pool")
     max_prefill_rows: int = Field(default=256, ge=1, le=8192, description="prompt rows in one round")
     joint_prefill_rows: int = Field(default=64, ge=1, le=8192, description="the same while other requests are decoding")
@@ -36,25 +37,18 @@ class EngineConfig(BaseModel):
         description="who drafts for requests that name nobody: lookup, mtp, draft_model; auto: lookup, and mtp where "
         "the checkpoint carries it; empty: plain decoding",
     )
-    draft_model: Path | None = Field(default=None, description="directory of the draft_model drafter's checkpoint")
-    draft_vocab_size: int = Field(
-        default=2048, ge=1, description="token ids below this are the mtp drafter's vocabulary"
-    )
+    draft_model: Path | None = Field(default=None, description="checkpoint directory of the draft_model drafter")
+    draft_vocab_size: int = Field(default=2048, ge=1, description="the mtp drafter drafts token ids below this")
     max_draft_tokens: int = Field(default=16, ge=1, le=63, description="draft nodes of one sequence in a round")
     row_budget: int = Field(
-        default=32, ge=1, le=1024, description="rows of a joint round that anchors and draft nodes share"
+        default=32, ge=1, le=1024, description="rows of a joint round, shared by anchors and draft nodes"
     )
     router: Literal["adaptive", "always"] = Field(
         default="adaptive",
-        description="adaptive: verify the nodes that pay; always: all that fit the budget (for checks)",
+        description="adaptive: verify the nodes that pay; always: all within the budget (for checks)",
     )
-    verify_curve: Path | None = Field(
-        default=None, description="file of tandem bench verify-curve; null: a built-in table"
-    )
-    self_test_rows: int = Field(
-        default=96, ge=0, le=4096, description="rows of the exactness self-test at load; 0: skip it"
-    )
-    session_idle_s: float = Field(default=300.0, gt=0, description="a session unused for so long is dropped")
+    verify_curve: Path | None = Field(default=None, description="file of tandem bench verify-curve; null: built in")
+    self_test_rows: int = Field(default=96, ge=0, le=4096, description="rows of the exactness self-test; 0: skip it")
 
 
 def load_engine_config(path: Path, overrides: Mapping[str, Any] | None = None) -> EngineConfig:

@@ -38,6 +38,12 @@ class UnavailableError(TandemError):
     code = "UNAVAILABLE"
 
 
+class SelfTestError(TandemError):
+    """The exactness self-test found a row that is not bit-equal to one-token decoding; the model must not serve."""
+
+    code = "INTERNAL"
+
+
 class InternalError(TandemError):
     """A round failed; the requests in it lost their state."""
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import tandem_kernels as kernels
+import torch
 
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine.drafters.base import Drafter
@@ -18,12 +19,13 @@ from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.round import RecordLogits, RoundRunner, Step
 from tandem_backend.engine.router import Router, load_verify_curve
 from tandem_backend.engine.scheduler import Scheduler, Waiting
+from tandem_backend.engine.self_test import NUM_BLOCKS, NUM_SLOTS, SelfTestResult, run_self_test
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Session
 from tandem_backend.engine.text_output import TextOutput
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
-from tandem_backend.errors import ConfigError, InternalError, InvalidRequestError, TandemError
+from tandem_backend.errors import ConfigError, InternalError, InvalidRequestError, SelfTestError, TandemError
 from tandem_backend.model.decoder import Decoder
-from tandem_backend.model.state import KV_BLOCK, allocate_state, block_bytes
+from tandem_backend.model.state import KV_BLOCK, ModelState, allocate_state, block_bytes
 from tandem_backend.types import FinishReason, Request, RequestStats, SequenceId, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,8 @@ class Engine:
         extra_drafters are asked beside the configured ones by requests that name them; record_logits sees the logits
         row that chose each output token.
         """
+        # The kernels have their own threads: torch's would fight them for the cores.
+        torch.set_num_threads(1)
         kernels.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.model = Decoder(config.checkpoint)
@@ -54,7 +58,7 @@ class Engine:
         if self.max_context_len > longest:
             raise ConfigError(f"max_context_len: at most {longest} (the checkpoint's), got {self.max_context_len}")
         plan = plan_drafters(config, self.model, self.tokenizer)
-        num_slots = config.max_active + config.max_sessions
+        num_slots = max(config.max_active + config.max_sessions, NUM_SLOTS)
         num_blocks = self._num_blocks(plan, num_slots)
         drafters = {**plan.build(num_blocks, num_slots), **(extra_drafters or {})}
         router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
@@ -65,11 +69,27 @@ class Engine:
             config, self.max_context_len, KV_BLOCK, IndexPool(num_blocks), IndexPool(num_slots), on_free=drafting.end
         )
         self._outputs: list[StepOutput] = []
+        self.self_test = self._run_self_test(state, num_blocks)
+
+    def _run_self_test(self, state: ModelState, num_blocks: int) -> SelfTestResult | None:
+        """None where the configuration skips it. Fails closed: a model that is not exact does not load."""
+        if self.config.self_test_rows == 0:
+            logger.warning("exactness self-test: skipped (self_test_rows is 0)")
+            return None
+        if num_blocks < NUM_BLOCKS:
+            raise ConfigError(f"kv_cache_bytes: holds {num_blocks} KV blocks; the self-test needs {NUM_BLOCKS}")
+        try:
+            result = run_self_test(self.model, state, self.config.self_test_rows)
+        except SelfTestError as error:
+            logger.critical("exactness self-test: FAILED: %s", error)
+            raise
+        logger.info("exactness self-test: %d rows bit-equal in %.2f s", result.num_rows, result.seconds)
+        return result
 
     def _num_blocks(self, plan: DrafterPlan, num_slots: int) -> int:
         """Blocks that kv_cache_bytes pays for; never more than all sequences could fill."""
         bytes_each = block_bytes(self.model.config) + plan.block_bytes()
-        most = num_slots * -(-self.max_context_len // KV_BLOCK)
+        most = max(num_slots * -(-self.max_context_len // KV_BLOCK), NUM_BLOCKS)
         return min(self.config.kv_cache_bytes // bytes_each, most) if bytes_each else most
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -127,6 +147,7 @@ class Engine:
             "num_free_blocks": s.blocks.num_free,
             "num_slots": s.slots.size,
             "num_free_slots": s.slots.num_free,
+            "self_test_rows": self.self_test.num_rows if self.self_test is not None else 0,
         }
 
     def step(self) -> list[StepOutput]:

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // A pool of kernel threads. Ops are microseconds apart, so a waiting thread spins briefly before it sleeps on a futex.
 // The caller waits for tasks, not for threads: a worker that has lost its core costs nothing unless it holds a task.
+// Where that happens, other programs need the cores: the caller then works alone for a while, at half speed rather than
+// at a tenth.
 #define _GNU_SOURCE
 #include "pool.h"
 #include "vec.h"
@@ -11,9 +13,12 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #define SPINS 4000
+#define STALL_NS 50000
+#define MAX_SOLO_JOBS 2048
 
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static int num_workers = 0;
@@ -29,6 +34,8 @@ static _Atomic long job_tasks = 0;
 static _Atomic long job_grain = 1;
 static _Atomic(task_fn) job_fn;
 static _Atomic(void *) job_context;
+
+static int solo_jobs = 0, next_solo_jobs = 16;
 
 static struct { void *memory; long bytes; } scratch[MAX_THREADS];
 
@@ -96,15 +103,38 @@ EXPORT int tandem_set_num_threads(int n) {
     return target_threads;
 }
 
+static int64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+// A stall is a wait longer than the caller's own share of the job and a scheduler's notice. The pause doubles with each
+// stall and shrinks with each job without one.
+static void learn_from_wait(int64_t own_ns, int64_t wait_ns) {
+    if (wait_ns > own_ns + STALL_NS) {
+        solo_jobs = next_solo_jobs;
+        next_solo_jobs = min_long(2 * next_solo_jobs, MAX_SOLO_JOBS);
+    } else {
+        next_solo_jobs = next_solo_jobs > 16 ? next_solo_jobs - next_solo_jobs / 16 : 16;
+    }
+}
+
 void parallel_for(long num_tasks, long grain, task_fn fn, void *context) {
     // A second caller at the same time waits: thread 0's scratch belongs to whoever holds the lock.
     pthread_mutex_lock(&pool_lock);
-    if (num_tasks <= grain || target_threads == 1 || num_workers == 0) {
+    int solo = num_tasks <= grain || target_threads == 1 || num_workers == 0;
+    if (!solo && solo_jobs > 0) {
+        solo_jobs--;
+        solo = 1;
+    }
+    if (solo) {
         for (long task = 0; task < num_tasks; task++) fn(context, task, 0);
     } else {
         uint32_t job = generation + 1;
         // Nothing can be claimed while the fields change: a late worker would run a task of half the old job.
         ticket = (uint64_t)job << 32 | UINT32_MAX;
+        int64_t start = now_ns();
         job_tasks = num_tasks;
         job_grain = grain;
         job_fn = fn;
@@ -114,11 +144,13 @@ void parallel_for(long num_tasks, long grain, task_fn fn, void *context) {
         generation = job;
         if (num_sleeping > 0) syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, num_workers, NULL, NULL, 0);
         run_tasks(job, 0);
+        int64_t own_done = now_ns();
         // A worker that holds a task may have lost its core: give ours up rather than spin against it.
         for (int spins = 0; num_done < num_tasks; spins++) {
             if (spins < SPINS) __builtin_ia32_pause();
             else sched_yield();
         }
+        learn_from_wait(own_done - start, now_ns() - own_done);
     }
     pthread_mutex_unlock(&pool_lock);
 }
