@@ -128,7 +128,9 @@ class EngineTarget:
 
 def plain_config(checkpoint: Path) -> EngineConfig:
     """One request, one row a pass, nothing drafted: what everything else is held to."""
-    return EngineConfig(checkpoint=checkpoint, drafters=(), max_active=1, max_prefill_rows=1, joint_prefill_rows=1)
+    return EngineConfig(
+        checkpoint=checkpoint, drafters=(), self_test_rows=0, max_active=1, max_prefill_rows=1, joint_prefill_rows=1
+    )
 
 
 def draft_config(
