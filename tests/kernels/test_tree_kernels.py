@@ -92,3 +92,15 @@ def test_strided_rows(kernel: str, strided_input: int) -> None:
     wide[:, 3 : 3 + x.shape[1]] = x
     rows = (*case.rows[:strided_input], wide[:, 3 : 3 + x.shape[1]], *case.rows[strided_input + 1 :])
     assert_same_bits(case.run(batch, rows, case.state), case.run(batch, case.rows, case.state))
+
+
+@few_examples
+@given(seed=seeds, sizes=tree_sizes, data=st.data())
+def test_attention_of_the_last_rows_alone(seed: int, sizes: list[int], data: st.DataObject) -> None:
+    case, batch = _case("attention", seed, sizes)
+    first = data.draw(st.integers(0, batch.num_rows - 1))
+    q, *keys_and_values = case.rows
+    last_rows = case.run(batch, (q[first:], *keys_and_values), case.state)
+    assert_same_bits(last_rows, case.run(batch, case.rows, case.state)[first:])
+    expected = case.reference(batch, tuple(x.double() for x in (q[first:], *keys_and_values)), case.state)
+    assert (last_rows.double() - expected).abs().max() <= case.tolerance * expected.abs().max()

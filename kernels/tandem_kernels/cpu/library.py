@@ -67,6 +67,6 @@ def load_library(level: str | None = None) -> ctypes.CDLL:
 
 
 def set_num_threads(num_threads: int) -> int:
-    """Let kernels of this process run on so many threads; returns how many it got (the first call fixes the most)."""
+    """Let kernels of this process run on so many threads; returns how many it got, -1 outside 1 to 512."""
     granted: int = load_library().tandem_set_num_threads(num_threads)
     return granted
