@@ -2,7 +2,7 @@
 """Fingerprint: everything that bits may depend on. Stored results and states are good for an equal one only."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +15,8 @@ from tandem_backend.model.state import KV_BLOCK
 
 WEIGHT_FILES = ("config.json", "*.safetensors", "*.safetensors.index.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-SOURCE_FILES = ("*.py", "*.c", "*.h", "*.so")
+SOURCE_FILES = ("**/*.py", "**/*.c", "**/*.h")
+LIBRARY_FILES = ("**/*.so",)
 PACKAGES = ("tandem-backend", "numpy", "safetensors", "tokenizers", "torch", "transformers")
 
 
@@ -26,7 +27,8 @@ class Fingerprint(BaseModel):
 
     weights: str  # config.json and the safetensors files
     tokenizer: str  # tokenizer files and the chat template
-    kernels: str  # sources and libraries of the kernels, and the model's sources, which fix the order of the ops
+    kernels: str  # sources of the kernels, and of the model, which fixes the order of the ops
+    libraries: str  # the compiled kernels; the same sources compiled again may differ here and give the same bits
     arithmetic: dict[str, str | int]  # settings that are part of the arithmetic
     device: str  # all x86-64 processors that can run the kernels give the same bits
     versions: dict[str, str]  # distribution -> version
@@ -45,22 +47,23 @@ def take_fingerprint(checkpoint: Path) -> Fingerprint:
     return Fingerprint(
         weights=weights,
         tokenizer=tokenizer,
-        kernels=_hash_kernels(),
+        kernels=_hash_packages(SOURCE_FILES),
+        libraries=_hash_packages(LIBRARY_FILES),
         arithmetic={"kv_block": KV_BLOCK, "state_dtype": "float32", "prefill": "exact"},
         device="cpu x86-64",
         versions={name: version(name) for name in PACKAGES},
     )
 
 
-def _hash_kernels() -> str:
+def _hash_packages(patterns: Sequence[str]) -> str:
     total = hashlib.sha256()
     for package in (tandem_kernels, tandem_backend.model):
         assert package.__file__ is not None, "both are packages with an __init__.py"
-        total.update(_hash_files(Path(package.__file__).parent, [f"**/{pattern}" for pattern in SOURCE_FILES]).encode())
+        total.update(_hash_files(Path(package.__file__).parent, patterns).encode())
     return total.hexdigest()
 
 
-def _hash_files(folder: Path, patterns: Iterable[str]) -> str:
+def _hash_files(folder: Path, patterns: Sequence[str]) -> str:
     """Of the files under `folder` that match, in the order of their names; none match: of nothing."""
     total = hashlib.sha256()
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):

@@ -18,6 +18,7 @@ from tandem_backend.verification.release_requests import REQUESTS
 INCOMPARABLE = {"weights": "the checkpoint has other weights", "tokenizer": "the checkpoint has another tokenizer"}
 _NOTES = {
     "kernels": "the kernels differ from the record's: the comparison says whether their bits do",
+    "libraries": "the kernels were compiled again since the record was made",
     "arithmetic": "the arithmetic settings differ from the record's",
     "device": "the device differs from the record's, for which the promise does not hold",
     "versions": "the versions of packages differ from the record's",
