@@ -26,7 +26,7 @@ def _inspect(*args: object) -> Result:
 
 
 def _compare(checkpoint: Path, prompts: Path, *args: object) -> Result:
-    return _inspect(checkpoint, "--compare-transformers", "--prompts", prompts, "--max-tokens", 12, *args)
+    return _inspect(checkpoint, "--compare-transformers", "--prompts", prompts, "--max-tokens", 16, *args)
 
 
 @pytest.fixture
@@ -83,14 +83,14 @@ def test_a_tiny_checkpoint_agrees(with_tokenizer: Path, prompts: Path) -> None:
     result = _compare(with_tokenizer, prompts)
     assert result.exit_code == 0, result.output
     total = result.output.splitlines()[-1].split()
-    assert total[:4] == ["total", "24", "24", "0"]
+    assert total[:4] == ["total", "32", "32", "0"]
 
 
 def test_the_bundled_checkpoint_agrees() -> None:
     result = _compare(BUNDLED, PROMPTS, "--limit", 1, "--json")
     assert result.exit_code == 0, result.output
     comparison = json.loads(result.output)["comparison"]
-    assert comparison["num_positions"] == comparison["num_equal"] == 12
+    assert comparison["num_positions"] == comparison["num_equal"] == 16
     assert comparison["max_difference"] < 2e-3
     assert comparison["agrees"] is True
     assert [case["id"] for case in comparison["prompts"]] == ["prose-a00"]
