@@ -32,8 +32,9 @@ check: install ## format check, lint and type check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: install ## decode and prefill speed beside transformers
-	@$(BIN)/tandem bench $(ARGS)
+bench: install ## plain decoding beside transformers, then speculation beside plain decoding
+	@$(BIN)/tandem bench plain $(ARGS)
+	@$(BIN)/tandem bench decode $(ARGS)
 
 clean: ## remove .venv, the compiled kernels and caches
 	rm -rf $(VENV) $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ MODEL = "tandem_backend.model"
 ENGINE = "tandem_backend.engine"
 SERVING = "tandem_backend.serving"
 VERIFICATION = "tandem_backend.verification"
+BENCHMARKS = "tandem_backend.benchmarks"
 COMMANDS = "tandem_backend.commands"
 
 # Layer -> the packages of ours that it may import; itself is always allowed.
@@ -23,7 +24,8 @@ ALLOWED = {
     ENGINE: (KERNELS, MODEL, *SHARED),
     SERVING: (KERNELS, MODEL, ENGINE, *SHARED),
     VERIFICATION: (KERNELS, MODEL, ENGINE, *SHARED, "tandem_client"),
-    COMMANDS: (KERNELS, MODEL, ENGINE, SERVING, VERIFICATION, *SHARED, "tandem_client"),
+    BENCHMARKS: (KERNELS, MODEL, ENGINE, VERIFICATION, *SHARED),
+    COMMANDS: (KERNELS, MODEL, ENGINE, SERVING, VERIFICATION, BENCHMARKS, *SHARED, "tandem_client"),
     "tandem_backend.config": SHARED,
     "tandem_backend.types": SHARED,
     "tandem_backend.errors": (),

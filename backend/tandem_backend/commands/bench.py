@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tandem bench`: speed on this machine. Every figure that is compared with another comes from the same run."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:  # torch takes seconds to import: only when a command runs
+    from tandem_backend.verification.prompts import NamedPrompt
+
+CHECKPOINT = Path("model_repository/tandem/1/tandem-pydoc")
+PROMPTS = Path("tests/prompts.jsonl")
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_NEW_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+def _in_a_folder(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """A file that can't be written is better known before the work than after it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise click.BadParameter(f"the folder {path.parent} does not exist", ctx, param)
+    return path
+
+
+def _checkpoint_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--checkpoint",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        default=CHECKPOINT,
+        show_default=True,
+        help="Hugging Face directory of the target.",
+    )(command)
+
+
+def _decode_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    options = (
+        click.option(
+            "--prompts", "prompts_file", type=_FILE, default=PROMPTS, show_default=True, help="As for tandem verify."
+        ),
+        click.option("--max-tokens", type=click.IntRange(min=8), default=128, show_default=True),
+        click.option(
+            "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Figures are medians."
+        ),
+        click.option("--json", "json_file", type=_NEW_FILE, callback=_in_a_folder, help="Write the result here too."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return _checkpoint_option(command)
+
+
+@click.group()
+def bench() -> None:
+    """Measure speed on this machine.
+
+    Tables go to the standard output, and as its last line the result as one JSON object; progress goes to the standard
+    error. Nothing else should run on the machine meanwhile.
+    """
+
+
+@bench.command()
+@_decode_options
+def plain(checkpoint: Path, prompts_file: Path, max_tokens: int, repeats: int, json_file: Path | None) -> None:
+    """Plain decoding and prefill, beside transformers.
+
+    Decode and prefill tokens/s beside those of transformers (float32, greedy, with its cache) on the same checkpoint
+    and as many threads, decode tokens/s of 1 to 32 sequences in parallel, and the cost of a pass over 1 row and over 8.
+    """
+    from tandem_backend.benchmarks.environment import num_usable_cores
+    from tandem_backend.benchmarks.plain import PlainBench, render_plain
+
+    def measure() -> dict[str, Any]:
+        prompts = [named.prompt for named in _read_prompts(prompts_file)]
+        return PlainBench(checkpoint, prompts, max_tokens, num_usable_cores()).run(repeats, _say)
+
+    _report(_measured(measure), render_plain, json_file)
+
+
+@bench.command()
+@_decode_options
+@click.option("--drafters", default="mtp+lookup", show_default=True, help="Names joined by + draft together.")
+def decode(
+    checkpoint: Path, prompts_file: Path, max_tokens: int, repeats: int, json_file: Path | None, drafters: str
+) -> None:
+    """Speculation beside plain decoding.
+
+    The same engine decodes every prompt with drafters and without, in turns; then four sequences in joint rounds beside
+    one, all with drafters. Exits 1 when a text is not the one of plain decoding.
+    """
+    from tandem_backend.benchmarks.decode import DecodeBench
+    from tandem_backend.benchmarks.decode_report import decode_result, render_decode
+    from tandem_backend.benchmarks.environment import num_usable_cores, provenance
+
+    def measure() -> dict[str, Any]:
+        prompts = _read_prompts(prompts_file)
+        figures = DecodeBench(checkpoint, prompts, drafters, max_tokens, num_usable_cores(), _say).run(repeats)
+        return {
+            "benchmark": "decode",
+            **provenance(num_usable_cores()),
+            "checkpoint": checkpoint.name,
+            "drafters": drafters,
+            "max_tokens": max_tokens,
+            "repeats": repeats,
+            **decode_result(figures, [named.name for named in prompts], _kinds(prompts_file)),
+        }
+
+    _report(_measured(measure), render_decode, json_file)
+
+
+@bench.command("verify-curve")
+@_checkpoint_option
+@click.option("--repeats", type=click.IntRange(min=1), default=31, show_default=True, help="Figures are medians.")
+@click.option(
+    "--out", type=_NEW_FILE, callback=_in_a_folder, help="Write the table here, for engine.json's verify_curve."
+)
+def verify_curve(checkpoint: Path, repeats: int, out: Path | None) -> None:
+    """The cost of a pass by rows, which the router prices draft rows with.
+
+    Passes over bushy trees of 1 to 64 rows after 256 tokens of context.
+    """
+    from tandem_backend.benchmarks.environment import num_usable_cores
+    from tandem_backend.benchmarks.table import table
+    from tandem_backend.benchmarks.verify_curve import measure_verify_curve
+
+    def render(result: dict[str, Any]) -> str:
+        return table(["rows", "ms"], [[str(row["rows"]), row["milliseconds"]] for row in result["rows"]])
+
+    _report(_measured(lambda: measure_verify_curve(checkpoint, repeats, num_usable_cores())), render, out)
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    from tandem_backend.errors import TandemError
+
+    try:
+        return measure()
+    except TandemError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _report(result: dict[str, Any], render: Callable[[dict[str, Any]], str], file: Path | None) -> None:
+    line = json.dumps(_rounded(result))
+    if file is not None:
+        file.write_text(line + "\n", encoding="utf-8")
+    click.echo(render(result))
+    click.echo(line)
+
+
+def _rounded(value: Any) -> Any:
+    """Four digits after the point are more than any figure here is good for."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def _read_prompts(path: Path) -> list["NamedPrompt"]:
+    from tandem_backend.verification.prompts import PromptFileError, read_prompts
+
+    try:
+        return read_prompts(path)
+    except PromptFileError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _kinds(path: Path) -> dict[str, str]:
+    """Kinds by prompt id, of a file that `read_prompts` took; prompts that name none are of one kind."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return {str(line["id"]): str(line.get("kind", "prompts")) for line in lines}
