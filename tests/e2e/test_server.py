@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Behaviour of a real Triton server with our models: streams, sessions, cancellation, errors."""
+
+import http.client
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MODEL_REPOSITORY
+from tokenizers import Tokenizer
+from triton_calls import FULL_ANSWER, Answer, GrpcStream, Response, post
+from tritonclient.utils import InferenceServerException
+
+PROMPT = "def read_lines(path):\n"
+CONTEXT_LEN = 4096
+EXACTLY = '{"ignore_eos": true}'
+# Would run for many seconds: what waits behind it tells whether it was cancelled.
+LONG = {"text_input": PROMPT, "max_tokens": 3000, "sampling_parameters": EXACTLY}
+NUM_STREAMS = 32
+
+
+@pytest.fixture
+def stream(server: Any) -> Iterator[GrpcStream]:
+    with GrpcStream(server.grpc_url) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL_REPOSITORY / "tandem" / "1" / "tandem-pydoc" / "tokenizer.json"))
+
+
+def ask(server: Any, **request: Any) -> Answer:
+    """One streamed answer over a client of its own."""
+    with GrpcStream(server.grpc_url) as stream:
+        return stream.answer(**request)
+
+
+# Answers.
+
+
+def test_a_grpc_stream_holds_deltas(stream: GrpcStream) -> None:
+    stream.send(text_input=PROMPT, max_tokens=20, sampling_parameters=EXACTLY, stream=True, **FULL_ANSWER)
+    responses = list(stream.responses())
+    assert len(responses) > 1
+    assert [response.finish_reason for response in responses] == ["None"] * (len(responses) - 1) + ["length"]
+    answer = Answer(responses)
+    assert answer.num_output_tokens == len(answer.token_ids) == len(answer.logprobs) == 20
+    assert all(logprob <= 0 for logprob in answer.logprobs)
+    assert answer.text.strip()
+
+
+def test_without_stream_there_is_one_response_with_the_prompt(stream: GrpcStream) -> None:
+    streamed = stream.answer(text_input=PROMPT, max_tokens=20)
+    stream.send("whole", text_input=PROMPT, max_tokens=20, **FULL_ANSWER)
+    responses = list(stream.responses("whole"))
+    assert [response.text_output for response in responses] == [PROMPT + streamed.text]
+    assert responses[0].token_ids == streamed.token_ids
+    assert responses[0].num_output_tokens == streamed.num_output_tokens
+
+
+@pytest.mark.parametrize("path", ["generate", "generate_stream"])
+def test_http_gives_the_same_text(server: Any, path: str) -> None:
+    expected = ask(server, text_input=PROMPT, max_tokens=20)
+    body = {"text_input": PROMPT, "max_tokens": 20, "stream": path != "generate", "return_finish_reason": True}
+    status, reply = post(server.http_url, path, body | {"exclude_input_in_output": True})
+    events = [reply] if path == "generate" else reply
+    assert status == 200
+    assert "".join(event["text_output"] for event in events) == expected.text
+    assert events[-1]["finish_reason"] == expected.finish_reason
+    assert (len(events) > 1) == (path == "generate_stream")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text_input": [PROMPT], "max_tokens": [5]},
+        {"text_input": PROMPT, "max_tokens": 5, "temperature": 0, "stream": False},
+        {"text_input": PROMPT, "parameters": {"max_tokens": 5, "temperature": 0.0}},
+        {"text_input": PROMPT, "sampling_parameters": '{"max_tokens": "5", "temperature": "0"}'},
+        {"text_input": PROMPT, "max_tokens": 5, "sequence_id": 4, "priority": 1, "stop_words": ["@@", "§"]},
+        {"text_input": PROMPT, "max_tokens": 5, "stop": "@@"},
+    ],
+)
+def test_http_takes_parameters_in_all_their_places(server: Any, body: dict[str, Any]) -> None:
+    expected = ask(server, text_input=PROMPT, max_tokens=5)
+    assert post(server.http_url, "generate", body) == (
+        200,
+        {"model_name": "tandem_generate", "model_version": "1", "text_output": PROMPT + expected.text},
+    )
+
+
+def test_vllm_clients_reach_the_front_over_grpc(server: Any) -> None:
+    expected = ask(server, text_input=PROMPT, max_tokens=10)
+    assert ask(server, model="tandem_generate", text_input=PROMPT, max_tokens=10) == expected
+
+
+def test_chat_and_token_input(server: Any, tokenizer: Tokenizer) -> None:
+    messages = json.dumps([{"role": "user", "content": "What does os.getcwd do?"}])
+    rendered = "<|im_start|>user\nWhat does os.getcwd do?<|im_end|>\n<|im_start|>assistant\n"
+    chat = ask(server, messages=messages, max_tokens=12)
+    assert ask(server, text_input=rendered, max_tokens=12) == chat
+    assert ask(server, input_ids=tokenizer.encode(rendered).ids, max_tokens=12) == chat
+    thinking = ask(server, messages=messages, enable_thinking=True, max_tokens=12)
+    assert thinking == ask(server, text_input=rendered + "<think>\n", max_tokens=12)
+    tools = json.dumps([{"type": "function", "function": {"name": "get_time", "parameters": {}}}])
+    assert ask(server, messages=messages, tools=tools, max_tokens=2).num_input_tokens > chat.num_input_tokens
+
+
+@pytest.mark.parametrize("prompt", ["Grüße, 世界! 😀👩‍👩‍👧", "😀" * 50, "x = '\\ud83d\\ude00'\x00\t"])
+def test_any_text_is_streamed_in_whole_characters(server: Any, stream: GrpcStream, prompt: str) -> None:
+    streamed = stream.answer(text_input=prompt, max_tokens=40, sampling_parameters=EXACTLY)
+    status, reply = post(server.http_url, "generate", {"text_input": prompt, "max_tokens": 40, "ignore_eos": True})
+    assert (status, reply["text_output"]) == (200, prompt + streamed.text)
+
+
+def test_stop_strings_never_reach_the_stream(stream: GrpcStream) -> None:
+    whole = stream.answer(text_input=PROMPT, max_tokens=30, sampling_parameters=EXACTLY)
+    stop = whole.text[8:11]
+    stopped = stream.answer(text_input=PROMPT, max_tokens=30, stop_words=[stop])
+    assert stopped.text == whole.text[: whole.text.index(stop)]
+    assert stopped.finish_reason == "stop"
+
+
+def test_max_tokens_1_and_more_than_fit(stream: GrpcStream) -> None:
+    assert stream.answer(text_input=PROMPT, max_tokens=1).num_output_tokens == 1
+    prompt = [40 + number % 100 for number in range(CONTEXT_LEN - 20)]
+    filled = stream.answer(input_ids=prompt, max_tokens=2**31 - 1, sampling_parameters=EXACTLY)
+    assert filled.finish_reason == "length"
+    assert filled.num_output_tokens == 20
+
+
+# Many at once.
+
+
+def test_32_streams_get_what_each_gets_alone(server: Any) -> None:
+    prompts = [f"def function_{number}(value):\n" for number in range(NUM_STREAMS)]
+    alone = {prompt: ask(server, text_input=prompt, max_tokens=16) for prompt in prompts[::8]}
+    streams = [GrpcStream(server.grpc_url) for _ in prompts]
+    for opened, prompt in zip(streams, prompts, strict=True):
+        opened.send(text_input=prompt, max_tokens=16, stream=True, **FULL_ANSWER)
+    together = {prompt: Answer(list(opened.responses())) for opened, prompt in zip(streams, prompts, strict=True)}
+    for opened in streams:
+        opened.cancel()
+    assert {prompt: together[prompt] for prompt in alone} == alone
+    assert all(answer.num_output_tokens for answer in together.values())
+
+
+def test_32_http_requests_at_once(server: Any) -> None:
+    expected = PROMPT + ask(server, text_input=PROMPT, max_tokens=16).text
+    texts: list[str] = []
+
+    def generate() -> None:
+        texts.append(post(server.http_url, "generate", {"text_input": PROMPT, "max_tokens": 16})[1]["text_output"])
+
+    threads = [threading.Thread(target=generate) for _ in range(NUM_STREAMS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == [expected] * NUM_STREAMS
+
+
+# Sessions.
+
+
+def test_three_turns_continue_one_context(stream: GrpcStream, tokenizer: Tokenizer) -> None:
+    turns = ["# os.path\n", "\n# json\n", "\n# re\n"]
+    context: list[int] = []
+    for number, text in enumerate(turns):
+        flags = {0: "S", 2: "E"}.get(number, "")
+        request = {"text_input": text, "max_tokens": 8, "sampling_parameters": EXACTLY}
+        turn = stream.answer(request_id=str(number), sequence=("three-turns", flags), **request)
+        context += tokenizer.encode(text).ids
+        whole = stream.answer(input_ids=context, max_tokens=8, sampling_parameters=EXACTLY, request_id="whole")
+        assert turn == whole
+        context += turn.token_ids
+    with pytest.raises(InferenceServerException, match="START"):
+        stream.answer(text_input="more", sequence=("three-turns", ""))
+
+
+def test_a_numeric_sequence_id_works_too(stream: GrpcStream) -> None:
+    for flags in ("S", "", "E"):
+        assert stream.answer(text_input=PROMPT, max_tokens=3, sequence=(77, flags)).text
+
+
+def test_two_requests_of_one_sequence_at_once_are_turns(server: Any, stream: GrpcStream) -> None:
+    requests: list[dict[str, Any]] = [
+        {"sequence": ("at-once", "S"), "text_input": PROMPT, "max_tokens": 12},
+        {"sequence": ("at-once", "E"), "text_input": "\n# next\n", "max_tokens": 12},
+    ]
+    for number, request in enumerate(requests):
+        stream.send(str(number), stream=True, **FULL_ANSWER, **request)
+    answers = [Answer(list(stream.responses(str(number)))) for number in range(2)]
+    one_by_one = [ask(server, **request | {"sequence": ("one-by-one", request["sequence"][1])}) for request in requests]
+    assert answers == one_by_one
+
+
+def test_start_on_a_live_sequence_begins_anew(stream: GrpcStream) -> None:
+    stream.send("old", sequence=("again", "S"), stream=True, **FULL_ANSWER, **LONG)
+    old = stream.responses("old")
+    next(old)
+    new = stream.answer(request_id="new", text_input=PROMPT, max_tokens=6, sequence=("again", "SE"))
+    assert new == stream.answer(request_id="alone", text_input=PROMPT, max_tokens=6)
+    assert list(old)[-1].finish_reason == "cancelled"
+
+
+def test_stop_cancels_and_drops_the_sequence(stream: GrpcStream) -> None:
+    stream.send("long", sequence=("stopped", "S"), stream=True, **FULL_ANSWER, **LONG)
+    running = stream.responses("long")
+    next(running)
+    stream.send("stop", sequence=("stopped", "E"), stop=True)
+    (closed,) = stream.responses("stop")
+    assert closed.text_output == ""
+    assert list(running)[-1].finish_reason == "cancelled"
+    with pytest.raises(InferenceServerException, match="START"):
+        stream.answer(text_input="more", sequence=("stopped", ""))
+
+
+# Clients that go away. The next turn of the same sequence waits for the one before, so it shows the cancellation.
+
+
+def test_cancelling_frees_the_sequence_and_spares_others(server: Any) -> None:
+    expected = ask(server, text_input=PROMPT, max_tokens=60, sampling_parameters=EXACTLY)
+    with GrpcStream(server.grpc_url) as other:
+        other.send(text_input=PROMPT, max_tokens=60, sampling_parameters=EXACTLY, stream=True, **FULL_ANSWER)
+        others = other.responses()
+        first: Response = next(others)
+        with GrpcStream(server.grpc_url) as leaving:
+            leaving.send(sequence=("leaving", "S"), stream=True, **LONG)
+            next(leaving.responses())
+        started_s = time.monotonic()
+        assert ask(server, text_input="x", max_tokens=2, sequence=("leaving", "E")).num_output_tokens == 2
+        assert time.monotonic() - started_s < 3
+        assert Answer([first, *others]) == expected
+
+
+KILLED_CLIENT = """
+import sys
+from triton_calls import GrpcStream
+stream = GrpcStream(sys.argv[1])
+long = {"max_tokens": 3000, "sampling_parameters": '{"ignore_eos": true}', "stream": True}
+stream.send(text_input="x", sequence=("killed", "S"), **long)
+for response in stream.responses():
+    print("token", flush=True)
+"""
+
+
+def test_a_killed_client_frees_the_sequence(server: Any) -> None:
+    command = [sys.executable, "-c", KILLED_CLIENT, server.grpc_url]
+    folder = str(MODEL_REPOSITORY.parent / "tests" / "e2e")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=folder, text=True) as client:
+        assert client.stdout is not None
+        assert client.stdout.readline() == "token\n"
+        client.kill()
+        client.wait()
+        started_s = time.monotonic()
+    assert ask(server, text_input="x", max_tokens=2, sequence=("killed", "E")).num_output_tokens == 2
+    assert time.monotonic() - started_s < 3
+
+
+def test_http_clients_that_hang_up_free_their_places(server: Any) -> None:
+    connections = []
+    for _ in range(NUM_STREAMS):
+        connection = http.client.HTTPConnection(server.http_url, timeout=30)
+        body = {"text_input": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        connection.request("POST", "/v2/models/tandem_generate/generate_stream", json.dumps(body))
+        connections.append(connection)
+    assert connections[0].getresponse().readline().startswith(b"data: ")
+    for connection in connections:
+        connection.close()
+    started_s = time.monotonic()
+    assert ask(server, text_input=PROMPT, max_tokens=2).num_output_tokens == 2
+    assert time.monotonic() - started_s < 5
+
+
+# Errors.
+
+BAD_REQUESTS = [
+    ({"text_input": ""}, "INVALID_ARG", "text_input"),
+    ({"input_ids": [40] * (CONTEXT_LEN + 1)}, "INVALID_ARG", str(CONTEXT_LEN)),
+    ({"max_tokens": 5}, "INVALID_ARG", "exactly one of text_input, messages, input_ids"),
+    ({"text_input": "x", "messages": "[]"}, "INVALID_ARG", "got text_input and messages"),
+    ({"text_input": "x", "max_tokens": 0}, "INVALID_ARG", "max_tokens: "),
+    ({"text_input": "x", "sampling_parameters": '{"max_tokens": 5'}, "INVALID_ARG", "sampling_parameters: not valid"),
+    ({"text_input": "x", "sampling_parameters": '{"temperature": 0.7}'}, "INVALID_ARG", "temperature: only 0"),
+    ({"text_input": "x", "sampling_parameters": '{"drafter": "no-such"}'}, "INVALID_ARG", "drafter"),
+    ({"text_input": "x", "stream": True, "exclude_input_in_output": False}, "INVALID_ARG", "exclude_input_in_output"),
+    ({"input_ids": [99_999_999]}, "INVALID_ARG", "input_ids"),
+    ({"messages": '[{"role": "user"'}, "INVALID_ARG", "messages: not valid JSON"),
+    ({"text_input": b"\xff"}, "INVALID_ARG", "text_input: must be UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "code", "text"), BAD_REQUESTS)
+def test_a_bad_request_says_what_is_wrong(server: Any, inputs: dict[str, Any], code: str, text: str) -> None:
+    pattern = rf"\[{code}\] .*{re.escape(text)}"
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send(**inputs)
+        with pytest.raises(InferenceServerException, match=pattern):
+            list(stream.responses())
+        assert stream.answer(text_input=PROMPT, max_tokens=2).num_output_tokens == 2  # the stream lives on
+    if any(isinstance(value, bytes) for value in inputs.values()):
+        return  # JSON can't carry it
+    for path in ("generate", "generate_stream"):
+        status, reply = post(server.http_url, path, inputs)
+        assert status == 400
+        assert re.search(pattern, reply["error"] if path == "generate" else reply[0]["error"])
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        ({"text_input": "x", "max_tokens": np.array([5])}, "INT64"),  # declared INT32
+        ({"text_input": ["a", "b"]}, "shape"),
+        ({"text_input": "x", "no_such_input": "y"}, "no_such_input"),
+        ({"text_input": "x", "sequence": ("never started", "")}, "START"),
+        ({"stop": True, "sequence": (0, "")}, "correlation ID"),
+    ],
+)
+def test_what_triton_server_itself_refuses(stream: GrpcStream, request_: dict[str, Any], text: str) -> None:
+    stream.send(**request_)
+    with pytest.raises(InferenceServerException, match=text):
+        list(stream.responses())
+
+
+def test_errors_beside_a_stream_do_not_touch_it(server: Any) -> None:
+    expected = ask(server, text_input=PROMPT, max_tokens=100, sampling_parameters=EXACTLY)
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send(text_input=PROMPT, max_tokens=100, sampling_parameters=EXACTLY, stream=True, **FULL_ANSWER)
+        responses = stream.responses()
+        first = next(responses)
+        for inputs, _, _ in BAD_REQUESTS:
+            with pytest.raises(InferenceServerException):
+                ask(server, **inputs)
+        assert Answer([first, *responses]) == expected

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain calls of a Triton server, without our client: tritonclient's gRPC streams and HTTP generate."""
+
+import http.client
+import json
+import queue
+from collections.abc import Iterator
+from typing import Any, Self
+
+import numpy as np
+from tritonclient import grpc as triton_grpc
+from tritonclient.utils import InferenceServerException
+
+TYPES = {"max_tokens": ("INT32", np.int32), "input_ids": ("INT32", np.int32), "seed": ("UINT64", np.uint64)}
+FULL_ANSWER = {
+    "return_finish_reason": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+    "return_token_ids": True,
+    "return_logprobs": True,
+}
+
+
+class GrpcStream:
+    """One client with one gRPC stream. Requests are told apart by their ids; an error has none and ends any wait."""
+
+    def __init__(self, url: str) -> None:
+        self._client = triton_grpc.InferenceServerClient(url)
+        self._arrived: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
+        self._kept: dict[str, list[Any]] = {}
+        self._client.start_stream(lambda result, error: self._arrived.put((result, error)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Cancel every request of this stream, as a client that goes away in an orderly way."""
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+    def send(
+        self, request_id: str = "", *, model: str = "tandem", sequence: tuple[Any, str] | None = None, **inputs: Any
+    ) -> None:
+        """`sequence` is (id, flags), flags being any of the letters S(tart) and E(nd); default: one of its own."""
+        sequence_id, flags = sequence or (f"one-shot-{id(self)}-{request_id}", "SE")
+        self._client.async_stream_infer(
+            model,
+            [_tensor(name, value) for name, value in inputs.items()],
+            request_id=request_id,
+            sequence_id=0 if model == "tandem_generate" else sequence_id,
+            sequence_start="S" in flags and model == "tandem",
+            sequence_end="E" in flags and model == "tandem",
+            enable_empty_final_response=True,
+        )
+
+    def responses(self, request_id: str = "", timeout_s: float = 30.0) -> Iterator["Response"]:
+        """The request's data responses up to FINAL. Raises InferenceServerException for an error response."""
+        while True:
+            kept = self._kept.get(request_id)
+            result = kept.pop(0) if kept else self._receive(timeout_s)
+            if result.get_response().id != request_id:
+                self._kept.setdefault(result.get_response().id, []).append(result)
+                continue
+            if result.get_response().outputs:
+                yield Response(result)
+            if result.get_response().parameters["triton_final_response"].bool_param:
+                return
+
+    def answer(self, **request: Any) -> "Answer":
+        """Send one streaming request for everything and collect its responses."""
+        self.send(**{"stream": True, **FULL_ANSWER, **request})
+        return Answer(list(self.responses(request.get("request_id", ""))))
+
+    def _receive(self, timeout_s: float) -> Any:
+        result, error = self._arrived.get(timeout=timeout_s)
+        if error is not None:
+            raise error
+        return result
+
+
+class Response:
+    """One data response; attributes are its outputs, a single element as itself."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def __getattr__(self, name: str) -> Any:
+        array = self._result.as_numpy(name)
+        assert array is not None, f"the response has no {name}"
+        items = [item.decode("utf-8") if isinstance(item, bytes) else item.item() for item in array]
+        return items if name == "token_ids" else items[0]
+
+
+class Answer:
+    """A whole streamed answer; two answers are equal when text, tokens and logprobs are, bit for bit."""
+
+    def __init__(self, responses: list[Response]) -> None:
+        self.num_responses = len(responses)
+        self.finish_reason = responses[-1].finish_reason
+        self.num_input_tokens = responses[-1].num_input_tokens
+        self.num_output_tokens = sum(response.num_output_tokens for response in responses)
+        self.text = "".join(response.text_output for response in responses)
+        self.token_ids = [token_id for response in responses for token_id in response.token_ids]
+        self.logprobs = [item["logprob"] for response in responses for item in json.loads(response.logprobs)]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Answer) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return f"Answer({self.text!r}, {self.token_ids}, {self.finish_reason})"
+
+    def _key(self) -> tuple[Any, ...]:
+        return (self.text, self.token_ids, self.logprobs, self.finish_reason)
+
+
+def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> tuple[int, Any]:
+    """POST to tandem_generate: status and JSON for `generate`, status and list of events for `generate_stream`."""
+    connection = http.client.HTTPConnection(url, timeout=timeout_s)
+    connection.request("POST", f"/v2/models/tandem_generate/{path}", json.dumps(body))
+    reply = connection.getresponse()
+    content = reply.read().decode("utf-8")
+    connection.close()
+    if path == "generate":
+        return reply.status, json.loads(content)
+    return reply.status, [json.loads(line.removeprefix("data: ")) for line in content.splitlines() if line]
+
+
+def _tensor(name: str, value: Any) -> triton_grpc.InferInput:
+    if isinstance(value, np.ndarray):
+        tensor = triton_grpc.InferInput(name, value.shape, "INT64")
+        tensor.set_data_from_numpy(value)
+        return tensor
+    items = value if isinstance(value, list) else [value]
+    if isinstance(items[0], bool):
+        kind, dtype = "BOOL", np.dtype(bool)
+    else:
+        kind, dtype = TYPES.get(name, ("BYTES", np.dtype(object)))
+    if kind == "BYTES":
+        items = [item.encode() if isinstance(item, str) else item for item in items]
+    tensor = triton_grpc.InferInput(name, [len(items)], kind)
+    tensor.set_data_from_numpy(np.array(items, dtype=dtype))
+    return tensor
