@@ -3,6 +3,7 @@
 
 import json
 import queue
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,6 +106,12 @@ class ResponseSender:
         """All responses, once FINAL has come; fails the test if it does not come."""
         self.done.get(timeout=timeout_s)
         return self.responses
+
+    def wait_for_first(self, timeout_s: float = 10.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not self.responses:
+            assert time.monotonic() < deadline, "no response came"
+            time.sleep(0.002)
 
     def text(self) -> str:
         return "".join(response.value("text_output")[0] for response in self.responses)

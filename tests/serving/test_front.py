@@ -92,14 +92,16 @@ def test_cancelling_stops_the_inner_request(serve: Callable[..., Inner]) -> None
     def endless(_: InferenceRequest) -> Iterator[InferenceResponse]:
         yield text("a")
         assert inner.stopped.wait(10)
-        yield text("")
+        yield text("b")
 
     request = InferenceRequest.of(text_input="x")
     inner = serve(endless, request)
+    request.sender.wait_for_first()
     request.sender.cancelled = True
     request.sender.wait()
     generation, stop = inner.requests
     assert stop.correlation_id() == generation.correlation_id()
+    assert request.sender.text() == "a"  # what came after the cancellation is dropped
     assert request.sender.num_finals == 1
 
 
@@ -117,6 +119,7 @@ def test_cancelling_uses_the_iterator_where_it_can(serve: Callable[..., Inner]) 
 
     request = InferenceRequest.of(text_input="x")
     inner = serve(lambda _: Cancellable(), request)  # type: ignore[arg-type,return-value]
+    request.sender.wait_for_first()
     request.sender.cancelled = True
     request.sender.wait()
     assert len(inner.requests) == 1

@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from fakes.engine import FakePrepared, Script, ScriptedEngine, chunk
@@ -94,6 +95,18 @@ def test_a_cancelled_request_is_cancelled_in_the_engine_and_others_go_on() -> No
         assert other.num_finals == 0
         other.wait()
     assert other.text() == "x" * 300 + "end"
+
+
+def test_nothing_but_the_end_is_sent_to_a_client_that_has_gone() -> None:
+    sender = ResponseSender()
+    sender.cancelled = True
+    loop = EngineLoop(ScriptedEngine({}))
+    request = Request(request_id="1", prompt=Prompt(text="x"))
+    loop.submit(FakePrepared(request, 1), Responder(sender, STREAM))
+    loop._poll_cancelled()
+    for output in (chunk("late"), chunk(finish_reason=FinishReason.CANCELLED)):
+        loop._deliver(replace(output, request_id="1"))
+    assert (sender.text(), len(sender.responses), sender.num_finals) == ("", 1, 1)
 
 
 def test_closing_a_sequence_cancels_it_and_is_answered() -> None:

@@ -32,6 +32,7 @@ NUM_CLOSERS = 4
 class _Forwarded:
     """A request on its way through `tandem`.
 
+    Once `cancelled`, nothing is sent but FINAL: a response to a connection that is gone can crash a server that exits.
     The lock keeps the watcher's is_cancelled() away from the FINAL flag: Triton server frees what is_cancelled() reads
     when FINAL comes, and crashes when both happen at once (seen with 2.51).
     """
@@ -39,6 +40,7 @@ class _Forwarded:
     sequence_id: str
     sender: Any
     responses: Any  # the BLS response iterator
+    cancelled: bool = False
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -48,7 +50,8 @@ class _Forwarded:
 
     def is_cancelled(self) -> bool:
         with self.lock:
-            return not self.ended and bool(self.sender.is_cancelled())
+            self.cancelled = not self.ended and bool(self.sender.is_cancelled())
+            return self.cancelled
 
 
 class TritonPythonModel:
@@ -114,6 +117,8 @@ class TritonPythonModel:
         completed = False
         try:
             for response in forwarded.responses:
+                if forwarded.cancelled:
+                    continue
                 if response.has_error():
                     sender.send(pb_utils.InferenceResponse(output_tensors=[], error=response.error()))
                 elif response.output_tensors():  # the empty one only carries the FINAL flag

@@ -157,6 +157,8 @@ class EngineLoop:
             responder = self._live.get(output.request_id)
         if responder is None:  # answered before: abandoned, or its response could not be sent
             return
+        if output.request_id in self._cancelling and not output.is_last:
+            return
         responder.output(output)
         if responder.finished:
             self._cancelling.discard(output.request_id)
