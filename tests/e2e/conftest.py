@@ -2,12 +2,10 @@
 """One real Triton server with our model repository for all end-to-end tests of a run."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tandem_backend.serving.launcher import TritonServer
-
-MODEL_REPOSITORY = Path(__file__).parents[2] / "model_repository"
+from triton_calls import MODEL_REPOSITORY
 
 
 @pytest.fixture(scope="session")

@@ -5,12 +5,17 @@ import http.client
 import json
 import queue
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from tritonclient import grpc as triton_grpc
 from tritonclient.utils import InferenceServerException
 
+MODEL_REPOSITORY = Path(__file__).parents[2] / "model_repository"
+PROMPT = "def read_lines(path):\n"
+CONTEXT_LEN = 4096
+EXACTLY = '{"ignore_eos": true}'
 TYPES = {"max_tokens": ("INT32", np.int32), "input_ids": ("INT32", np.int32), "seed": ("UINT64", np.uint64)}
 FULL_ANSWER = {
     "return_finish_reason": True,
@@ -117,6 +122,12 @@ class Answer:
 
     def _key(self) -> tuple[Any, ...]:
         return (self.text, self.token_ids, self.logprobs, self.finish_reason)
+
+
+def ask(server: Any, **request: Any) -> Answer:
+    """One streamed answer over a client of its own."""
+    with GrpcStream(server.grpc_url) as stream:
+        return stream.answer(**request)
 
 
 def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> tuple[int, Any]:
