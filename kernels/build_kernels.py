@@ -15,7 +15,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LEVELS = ("v3", "v4")  # x86-64-v3: AVX2 and FMA; x86-64-v4: AVX-512
-FLAGS = ("-O3", "-shared", "-fPIC", "-std=gnu11", "-Wall", "-Wno-psabi", "-ffp-contract=off", "-fno-math-errno")
+FLAGS = ("-O3", "-g0", "-shared", "-fPIC", "-std=gnu11", "-Wall", "-Wno-psabi", "-ffp-contract=off", "-fno-math-errno")
 TARGET = ("-target", "x86_64-linux-gnu.2.28")
 WHEEL_TAG = "py3-none-manylinux_2_28_x86_64"
 

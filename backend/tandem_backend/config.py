@@ -38,7 +38,7 @@ class EngineConfig(BaseModel):
         "the checkpoint carries it; empty: plain decoding",
     )
     draft_model: Path | None = Field(default=None, description="checkpoint directory of the draft_model drafter")
-    draft_vocab_size: int = Field(default=2048, ge=1, description="the mtp drafter drafts token ids below this")
+    draft_vocab_size: int = Field(default=0, ge=0, description="the mtp drafter drafts token ids below this; 0: all")
     max_draft_tokens: int = Field(default=16, ge=1, le=63, description="draft nodes of one sequence in a round")
     row_budget: int = Field(
         default=32, ge=1, le=1024, description="rows of a joint round, shared by anchors and draft nodes"

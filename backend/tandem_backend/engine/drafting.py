@@ -61,9 +61,12 @@ class Drafting:
             drafter.end(key)
             self.payoffs.pop((key, name), None)
 
-    def observe(self, rows: Sequence[CommittedRows]) -> None:
-        for drafter in self.drafters.values():
-            drafter.observe(rows)
+    def observe(self, scheduled: Sequence[ScheduledRows], committed: Sequence[CommittedRows]) -> None:
+        """Show each drafter the rows of the requests that want it; the others shall not pay for it."""
+        for name, drafter in self.drafters.items():
+            wanted = [c for rows, c in zip(scheduled, committed, strict=True) if name in rows.generation.drafters]
+            if wanted:
+                drafter.observe(wanted)
 
     def propose(self, scheduled: Sequence[ScheduledRows]) -> Drafted:
         """One tree a decoding sequence, cut to what pays; the bare anchor where nothing does."""

@@ -79,7 +79,7 @@ class RoundRunner:
             if self.record_logits is not None and step.output is not None:
                 self._record(rows, step, result.logits[first_logit : first_logit + num_logits])
             first_logit += num_logits
-        self.drafting.observe(committed)
+        self.drafting.observe(scheduled, committed)
 
     def _record(self, rows: ScheduledRows, step: Step, logits: Tensor) -> None:
         assert self.record_logits is not None

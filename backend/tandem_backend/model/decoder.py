@@ -18,25 +18,18 @@ from tandem_backend.model.state import KVLayer, ModelState, RecurrentLayer
 
 
 class DecoderLayer:
-    """Norm, mixer (attention or delta), norm, MLP, each with its residual."""
+    """A mixer (attention or delta) and an MLP, each with its norm and residual."""
 
     def __init__(self, reader: WeightReader, layer: str, mixer: Attention | GatedDeltaNet) -> None:
         self.mixer = mixer
         self.mlp = MLP(reader, layer)
-        self.eps = reader.config.rms_eps
-        self.input_norm = reader.norm(f"{layer}input_layernorm.weight")
-        self.mlp_norm = reader.norm(f"{layer}post_attention_layernorm.weight")
 
     def forward(
         self, x: Tensor, batch: RowBatch, state: KVLayer | RecurrentLayer
     ) -> tuple[Tensor, AttentionRows | DeltaRows]:
-        normed = kernels.rms_norm(x, self.input_norm, self.eps)
         rows: AttentionRows | DeltaRows
-        x, rows = self.mixer.forward(normed, x, batch, state)  # type: ignore[arg-type]
-        return self.feed_forward(x), rows
-
-    def feed_forward(self, x: Tensor) -> Tensor:
-        return self.mlp.forward(kernels.rms_norm(x, self.mlp_norm, self.eps), x)
+        x, rows = self.mixer.forward(x, batch, state)  # type: ignore[arg-type]
+        return self.mlp.forward(x), rows
 
 
 @dataclass(frozen=True, slots=True)

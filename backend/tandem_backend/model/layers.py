@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers assembled from kernels. A layer's forward only reads state; its commit alone writes it."""
+"""Blocks of decoder layers: weights from the checkpoint, work by the kernels. Forward reads state, commit writes it."""
 
 from dataclasses import dataclass
 
@@ -25,132 +25,133 @@ class AttentionRows:
     """Keys and values of a pass, kept until commit."""
 
     keys: Tensor  # [rows, kv_heads, head_dim]
-    values: Tensor  # [rows, kv_heads * head_dim], strided
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRows:
     """Inputs of a pass's delta steps, kept until commit replays the accepted ones."""
 
-    conv_inputs: Tensor  # [rows, channels], strided
+    projected: Tensor  # [rows, width], the convolution's inputs first, a and b last
     qkv: Tensor  # [rows, channels] after the convolution
-    ab: Tensor  # [rows, 2 * value_heads], strided
 
 
 class Attention:
-    """Grouped-query attention; queries and keys normed and gated where the family says so."""
+    """Grouped-query attention with its norm and residual; qk norms and an output gate where the family has them."""
 
     def __init__(self, reader: WeightReader, layer: str, rope: RopeTables) -> None:
-        self.config = reader.config
-        self.rope = rope
-        self.input = kernels.pack_weight(reader.attention_input(layer))
-        self.output = kernels.pack_weight(reader.attention_output(layer))
-        self.q_norm, self.k_norm = reader.qk_norms(layer)
+        c = reader.config
+        q_norm, k_norm = reader.qk_norms(layer)
+        self.kernel = kernels.AttentionLayer(
+            norm=reader.norm(f"{layer}input_layernorm.weight"),
+            input=kernels.pack_weight(reader.attention_input(layer)),
+            output=kernels.pack_weight(reader.attention_output(layer)),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            cos=rope.cos,
+            sin=rope.sin,
+            heads=c.num_heads,
+            kv_heads=c.num_kv_heads,
+            dim=c.head_dim,
+            is_gated=c.family.is_hybrid,
+            eps=c.rms_eps,
+        )
 
     def weights(self) -> list[PackedWeight]:
-        return [self.input, self.output]
+        return [self.kernel.input, self.kernel.output]
+
+    def new_rows(self, num_rows: int) -> AttentionRows:
+        """Memory for the keys and values of a pass."""
+        shape = (num_rows, self.kernel.kv_heads, self.kernel.dim)
+        return AttentionRows(torch.empty(shape), torch.empty(shape))
 
     def forward(
-        self, x: Tensor, residual: Tensor, batch: RowBatch, state: KVLayer, earlier: AttentionRows | None = None
+        self, x: Tensor, batch: RowBatch, state: KVLayer, rows: AttentionRows | None = None
     ) -> tuple[Tensor, AttentionRows]:
-        """Rows `earlier` of the pass come before x's: batch.parents and batch.row_seqs cover both, positions only x's."""
-        c, tables = self.config, self.rope
-        query_dim, kv_dim = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        gate_dim = query_dim if c.family.is_hybrid else 0
-        projected = kernels.linear(x, self.input)  # queries, gates, keys, values
-        key_start = query_dim + gate_dim
-        args = (c.rms_eps, tables.cos, tables.sin, batch.positions, c.head_dim)
-        q = kernels.rope(projected[:, :query_dim], self.q_norm, *args)
-        k = kernels.rope(projected[:, key_start : key_start + kv_dim], self.k_norm, *args)
-        v = projected[:, key_start + kv_dim :]
-        if earlier is not None:
-            k, v = torch.cat([earlier.keys, k]), torch.cat([earlier.values, v])
-        out = kernels.attention(
-            q,
-            k,
-            v,
-            state.keys,
-            state.values,
-            batch.block_tables,
-            batch.prefix_lens,
+        """x: [rows, hidden]. `rows` may begin with those of earlier rows of the pass: batch.parents and batch.row_seqs
+        cover them too, batch.positions only x's."""
+        rows = self.new_rows(x.shape[0]) if rows is None else rows
+        out = kernels.attention_layer(
+            self.kernel,
+            x,
+            rows.keys,
+            rows.values,
+            batch.positions,
             batch.parents,
             batch.row_seqs,
-            c.head_dim**-0.5,
+            batch.prefix_lens,
+            batch.block_tables,
+            state.keys,
+            state.values,
         )
-        if gate_dim:
-            out = kernels.gate_mul(out, projected[:, query_dim:key_start], silu=False)
-        return kernels.linear(out, self.output, residual), AttentionRows(k, v)
+        return out, rows
 
     def commit(self, rows: AttentionRows, accepted: AcceptedRows, state: KVLayer) -> None:
-        kernels.store_kv(rows.keys, rows.values, state.keys, state.values, accepted.path_rows, accepted.places)
+        kernels.store_kv(
+            rows.keys, rows.values.flatten(1), state.keys, state.values, accepted.path_rows, accepted.places
+        )
 
 
 class GatedDeltaNet:
-    """Gated DeltaNet: convolved queries, keys and values walk a matrix state (Yang et al. 2024)."""
+    """Gated DeltaNet with its norm and residual: convolved queries, keys and values walk a matrix state."""
 
     def __init__(self, reader: WeightReader, layer: str, delta: DeltaConfig) -> None:
-        self.config, self.delta = reader.config, delta
-        self.input = kernels.pack_weight(reader.delta_input(layer, delta))
-        self.output = kernels.pack_weight(reader.delta_output(layer, delta))
-        self.conv = reader.delta_conv(layer, delta)
-        self.a_log, self.dt_bias, self.norm = reader.delta_vectors(layer, delta)
+        a_log, dt_bias, out_norm = reader.delta_vectors(layer, delta)
+        self.kernel = kernels.DeltaLayer(
+            norm=reader.norm(f"{layer}input_layernorm.weight"),
+            input=kernels.pack_weight(reader.delta_input(layer, delta)),
+            output=kernels.pack_weight(reader.delta_output(layer, delta)),
+            conv=reader.delta_conv(layer, delta),
+            a_log=a_log,
+            dt_bias=dt_bias,
+            out_norm=out_norm,
+            key_heads=delta.key_heads,
+            value_heads=delta.value_heads,
+            dk=delta.key_dim,
+            dv=delta.value_dim,
+            eps=reader.config.rms_eps,
+        )
 
     def weights(self) -> list[PackedWeight]:
-        return [self.input, self.output]
+        return [self.kernel.input, self.kernel.output]
 
-    def forward(self, x: Tensor, residual: Tensor, batch: RowBatch, state: RecurrentLayer) -> tuple[Tensor, DeltaRows]:
-        d = self.delta
-        gate_start = d.conv_channels
-        ab_start = gate_start + d.value_heads * d.value_dim
-        projected = kernels.linear(x, self.input)  # convolution inputs, gates, a, b
-        rows = DeltaRows(
-            conv_inputs=projected[:, :gate_start],
-            qkv=kernels.causal_conv(projected, state.conv, self.conv, batch.parents, batch.row_slots),
-            ab=projected[:, ab_start:],
-        )
-        out = kernels.gated_delta(
-            rows.qkv,
-            rows.ab,
-            self.a_log,
-            self.dt_bias,
-            state.delta,
+    def forward(self, x: Tensor, batch: RowBatch, state: RecurrentLayer) -> tuple[Tensor, DeltaRows]:
+        out, projected, qkv = kernels.delta_layer(
+            self.kernel,
+            x,
+            batch.parents,
+            batch.row_slots,
             batch.slots,
             batch.seq_starts,
-            batch.parents,
-            d.key_heads,
+            state.conv,
+            state.delta,
         )
-        out = kernels.gated_rms_norm(out, projected[:, gate_start:ab_start], self.norm, self.config.rms_eps)
-        return kernels.linear(out, self.output, residual), rows
+        return out, DeltaRows(projected, qkv)
 
     def commit(self, rows: DeltaRows, accepted: AcceptedRows, state: RecurrentLayer) -> None:
+        path = (accepted.slots, accepted.path_starts, accepted.path_rows)
+        layer = self.kernel
+        ab = rows.projected[:, -2 * layer.value_heads :]
         kernels.gated_delta_commit(
-            rows.qkv,
-            rows.ab,
-            self.a_log,
-            self.dt_bias,
-            state.delta,
-            accepted.slots,
-            accepted.path_starts,
-            accepted.path_rows,
-            self.delta.key_heads,
+            rows.qkv, ab, layer.a_log, layer.dt_bias, state.delta, *path, key_heads=layer.key_heads
         )
-        kernels.update_conv_state(
-            rows.conv_inputs, state.conv, accepted.slots, accepted.path_starts, accepted.path_rows
-        )
+        kernels.update_conv_state(rows.projected, state.conv, *path)
 
 
 class MLP:
-    """SwiGLU: down(silu(gate) * up)."""
+    """SwiGLU with its norm and residual."""
 
     def __init__(self, reader: WeightReader, layer: str) -> None:
         gate_up, down = reader.mlp(layer)
-        self.width = reader.config.intermediate_size
-        self.gate_up, self.down = kernels.pack_weight(gate_up), kernels.pack_weight(down)
+        self.kernel = kernels.MlpLayer(
+            norm=reader.norm(f"{layer}post_attention_layernorm.weight"),
+            gate_up=kernels.pack_weight(gate_up),
+            down=kernels.pack_weight(down),
+            eps=reader.config.rms_eps,
+        )
 
     def weights(self) -> list[PackedWeight]:
-        return [self.gate_up, self.down]
+        return [self.kernel.gate_up, self.kernel.down]
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
-        both = kernels.linear(x, self.gate_up)
-        hidden = kernels.gate_mul(both[:, self.width :], both[:, : self.width], silu=True)
-        return kernels.linear(hidden, self.down, residual)
+    def forward(self, x: Tensor) -> Tensor:
+        return kernels.mlp_layer(self.kernel, x)

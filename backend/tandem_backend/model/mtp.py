@@ -12,14 +12,14 @@ from torch import Tensor
 from tandem_backend.errors import CheckpointError
 from tandem_backend.model.batch import RowBatch
 from tandem_backend.model.checkpoint import Checkpoint
-from tandem_backend.model.decoder import Decoder, DecoderLayer
-from tandem_backend.model.layers import Attention, AttentionRows
+from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.layers import MLP, Attention, AttentionRows
 from tandem_backend.model.layout import WeightReader
 from tandem_backend.model.state import KVLayer
 
 
 class MtpHead:
-    """Weights and the pass; `vocab` bounds the token ids it may draft (byte-pair ids are in order of frequency)."""
+    """Weights and the pass. `vocab` bounds the token ids it drafts (byte-pair ids are ordered by frequency); 0: all."""
 
     def __init__(self, decoder: Decoder, checkpoint: Checkpoint, vocab: int) -> None:
         config = decoder.config
@@ -34,9 +34,9 @@ class MtpHead:
         self.embedding_norm = reader.norm("mtp.pre_fc_norm_embedding.weight")
         self.hidden_norm = reader.norm("mtp.pre_fc_norm_hidden.weight")
         self.attention = Attention(reader, "mtp.layers.0.", decoder.rope)
-        self.layer = DecoderLayer(reader, "mtp.layers.0.", self.attention)
+        self.mlp = MLP(reader, "mtp.layers.0.")
         self.norm = reader.norm("mtp.norm.weight")
-        self.head = kernels.pack_weight(reader.head()[: min(vocab, config.vocab_size)])
+        self.head = kernels.pack_weight(reader.head()[:vocab]) if vocab else decoder.head
 
     @torch.inference_mode()
     def forward(
@@ -44,13 +44,16 @@ class MtpHead:
     ) -> tuple[Tensor, AttentionRows]:
         """hidden: [rows, hidden_size]; batch.token_ids are the tokens after them. Returns outputs [rows, hidden_size].
 
-        Rows `earlier` of the same draft come before these, as in `Attention.forward`.
+        Rows `earlier` of the same draft come before these: batch.parents and batch.row_seqs cover them too.
         """
         embedded = kernels.rms_norm(self.decoder.embed(batch.token_ids), self.embedding_norm, self.eps)
         x = kernels.linear(torch.cat([embedded, kernels.rms_norm(hidden, self.hidden_norm, self.eps)], dim=1), self.fc)
-        normed = kernels.rms_norm(x, self.layer.input_norm, self.eps)
-        x, rows = self.attention.forward(normed, x, batch, kv, earlier)
-        return kernels.rms_norm(self.layer.feed_forward(x), self.norm, self.eps), rows
+        rows = self.attention.new_rows(len(batch.parents))
+        if earlier is not None:
+            num_earlier = len(earlier.keys)
+            rows.keys[:num_earlier], rows.values[:num_earlier] = earlier.keys, earlier.values
+        x, rows = self.attention.forward(x, batch, kv, rows)
+        return kernels.rms_norm(self.mlp.forward(x), self.norm, self.eps), rows
 
     @torch.inference_mode()
     def top_tokens(self, hidden: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:

@@ -2,6 +2,7 @@
 // Attention of each row over its committed prefix (paged blocks) and its own root-to-node path (rows of this pass).
 // Keys are visited by absolute position in blocks of `block` positions: softmax partials per block, merged in block
 // order. Whether a key lies in a cache page or in this pass can't show: both are read through the same pointer list.
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 

@@ -2,6 +2,7 @@
 // The gated delta rule. One step function serves decode, verify, prefill and commit:
 //   kv = sum_i S[i] k[i];  so = sum_i S[i] q[i];  d = (v - e kv) beta;  o = fma(so, e, (k.q) d);  S = fma(k, d, S e)
 // with S [dk, dv] float, the sums over i ascending. A node starts from its parent's state.
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 

@@ -20,7 +20,7 @@ SIGNATURES: dict[str, list[type]] = {
     "tandem_linear": [P, L, P, I, P, P, L, L, L],
     "tandem_pack_bf16": [P, P, L, L],
     "tandem_pack_f32": [P, P, L, L],
-    "tandem_rms_norm": [P, L, P, F, P, L, L],
+    "tandem_rms_norm": [P, L, P, F, P, L, L, L],
     "tandem_gated_rms_norm": [P, P, L, P, F, P, L, L, L],
     "tandem_rope": [P, L, P, F, P, P, P, P, L, L, L, L],
     "tandem_gate_mul": [P, L, P, L, I, P, L, L],
@@ -30,6 +30,9 @@ SIGNATURES: dict[str, list[type]] = {
     "tandem_gated_delta": [P, P, L, P, P, P, P, P, P, P, L, L, L, L, L],
     "tandem_gated_delta_commit": [P, P, L, P, P, P, P, P, P, L, L, L, L, L],
     "tandem_attention": [P, P, P, L, P, P, P, L, P, P, P, F, P, L, L, L, L, L, L],
+    "tandem_attention_layer": [P, P, P, P, P, L, L, P, P, P, P, P, L, P, P, L],
+    "tandem_delta_layer": [P, P, P, P, P, L, L, P, P, P, P, P, P],
+    "tandem_mlp_layer": [P, P, P, L],
     "tandem_store_kv": [P, P, L, P, P, P, P, L, L, L, L],
 }
 

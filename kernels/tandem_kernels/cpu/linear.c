@@ -3,6 +3,7 @@
 // row count nor the tile shape can enter, so any mix of rows gives each row the same bits. Weights are packed into
 // panels of PANEL outputs: float panels [K][PANEL]; bfloat16 panels [ceil(K/2)][PANEL] of words that hold k (low half)
 // and k+1 (high half).
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 

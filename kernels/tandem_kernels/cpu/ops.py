@@ -65,7 +65,7 @@ def linear(x: Tensor, weight: PackedWeight, residual: Tensor | None) -> Tensor:
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     rows, dim = x.shape
     out = _empty(rows, dim)
-    _library.tandem_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), rows, dim)
+    _library.tandem_rms_norm(x.data_ptr(), x.stride(0), weight.data_ptr(), eps, out.data_ptr(), dim, rows, dim)
     return out
 
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ops whose row depends on that row alone (and, for the convolution, on its ancestors). One task a row.
+#include "ops.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -12,7 +13,7 @@ typedef struct {
     const float *x, *weight, *gate, *cos, *sin;
     const int32_t *positions;
     float *out;
-    long ldx, ldg, heads, dim, rot;
+    long ldx, ldo, ldg, heads, dim, rot;
     float eps;
 } norm_args;
 
@@ -31,12 +32,13 @@ static void rms_norm_row(void *context, long row, int thread) {
     (void)thread;
     const norm_args *a = context;
     const float *x = a->x + row * a->ldx;
-    scale_row(x, inverse_rms(x, a->dim, a->eps), a->weight, a->out + row * a->dim, a->dim);
+    scale_row(x, inverse_rms(x, a->dim, a->eps), a->weight, a->out + row * a->ldo, a->dim);
 }
 
-// out [rows, dim] = x / rms(x) * weight.
-EXPORT void tandem_rms_norm(const float *x, long ldx, const float *weight, float eps, float *out, long rows, long dim) {
-    norm_args a = {.x = x, .weight = weight, .out = out, .ldx = ldx, .dim = dim, .eps = eps};
+// out [rows, dim] with row stride ldo = x / rms(x) * weight.
+EXPORT void tandem_rms_norm(const float *x, long ldx, const float *weight, float eps, float *out, long ldo, long rows,
+                            long dim) {
+    norm_args a = {.x = x, .weight = weight, .out = out, .ldx = ldx, .ldo = ldo, .dim = dim, .eps = eps};
     parallel_for(rows, row_grain(dim), rms_norm_row, &a);
 }
 

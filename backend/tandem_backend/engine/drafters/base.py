@@ -55,7 +55,10 @@ class Drafter(Protocol):
         """One proposal a context; an empty one declines."""
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """A round committed these rows. Called once a round, for sequences that draft and for those that don't."""
+        """A round committed these rows of requests that use the drafter; it need not have drafted in the round.
+
+        A sequence's rows may begin after a gap, where an earlier turn did without the drafter.
+        """
 
     def end(self, key: int) -> None:
         """The sequence is gone."""

@@ -27,6 +27,7 @@ class _Track:
 
     num_written: int = 0
     pending: list[CommittedRows] = field(default_factory=list)
+    output: Tensor | None = None  # [hidden_size] at the last written position
 
     @property
     def num_rows(self) -> int:
@@ -93,25 +94,26 @@ class MtpDrafter:
                 continue  # rows before these were never seen: this sequence can't be drafted for
             track.pending.append(item)
             if track.num_pending >= MAX_PENDING_ROWS:
-                full.append(item.key)
-        if full:
-            self._write_pending(full)
+                full.append(track)
+        self._write_pending(full)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
         drafts = [_Draft(context) for context in contexts]
         ready = [draft for draft in drafts if self._is_in_step(draft.context)]
         if ready:
-            hidden = self._write_pending([draft.context.key for draft in ready])
-            self._grow(ready, hidden)
+            tracks = [self._tracks[draft.context.key] for draft in ready]
+            self._write_pending([track for track in tracks if track.pending])
+            self._grow(ready, torch.stack([track.output for track in tracks if track.output is not None]))
         return [Proposal(draft.token_ids, draft.parents, draft.scores) for draft in drafts]
 
     def _is_in_step(self, context: DraftContext) -> bool:
         track = self._tracks.get(context.key)
-        return track is not None and bool(track.pending) and track.num_rows == len(context.token_ids) - 1
+        return track is not None and track.num_rows == len(context.token_ids) - 1
 
-    def _write_pending(self, keys: Sequence[int]) -> Tensor:
-        """Write the waiting rows' KV; returns the output at each sequence's last row, [len(keys), hidden_size]."""
-        tracks = [self._tracks[key] for key in keys]
+    def _write_pending(self, tracks: Sequence[_Track]) -> None:
+        """Write the waiting rows' KV and keep the output at each sequence's last row."""
+        if not tracks:
+            return
         hidden = torch.cat([rows.hidden for track in tracks for rows in track.pending])
         batch = build_batch(
             [
@@ -127,10 +129,10 @@ class MtpDrafter:
         out, rows = self.head.forward(hidden, batch, self.kv)
         paths = [range(end - start) for start, end in zip(batch.starts[:-1], batch.starts[1:], strict=True)]
         self.head.attention.commit(rows, accept_rows(batch, paths, self.block), self.kv)
-        for track in tracks:
+        for track, end in zip(tracks, batch.starts[1:], strict=True):
             track.num_written += track.num_pending
             track.pending.clear()
-        return out[[end - 1 for end in batch.starts[1:]]]
+            track.output = out[end - 1]
 
     def _grow(self, drafts: Sequence[_Draft], hidden: Tensor) -> None:
         """Expand the drafts depth by depth, all sequences in one pass; hidden is the outputs at the anchors."""

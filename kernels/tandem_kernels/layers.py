@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Residual blocks of a decoder layer: ops put together so that a device can run a whole block at once.
+
+Each block has the bits of its ops called one after the other; the `*_by_ops` twins say in which order.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from tandem_kernels import cpu
+from tandem_kernels.attention import attention
+from tandem_kernels.causal_conv import causal_conv
+from tandem_kernels.cpu import PackedWeight
+from tandem_kernels.gate_mul import gate_mul
+from tandem_kernels.gated_delta import gated_delta
+from tandem_kernels.linear import linear
+from tandem_kernels.rms_norm import gated_rms_norm, rms_norm
+from tandem_kernels.rope import rope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayer:
+    """Weights and sizes of a block of grouped-query attention."""
+
+    norm: Tensor  # [hidden] float32, of the block's input
+    input: PackedWeight  # rows: queries, output gates (if gated), keys, values
+    output: PackedWeight
+    q_norm: Tensor | None  # [dim] float32
+    k_norm: Tensor | None
+    cos: Tensor  # [max_position, rotated_dims / 2] float32
+    sin: Tensor
+    heads: int
+    kv_heads: int
+    dim: int
+    is_gated: bool
+    eps: float
+    handle: cpu.Handle = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", cpu.attention_handle(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaLayer:
+    """Weights and sizes of a block of Gated DeltaNet."""
+
+    norm: Tensor  # [hidden] float32, of the block's input
+    input: PackedWeight  # rows: convolution inputs (queries, keys, values), output gates, a, b
+    output: PackedWeight
+    conv: Tensor  # [taps, channels] float32
+    a_log: Tensor  # [value_heads] float32
+    dt_bias: Tensor
+    out_norm: Tensor  # [dv] float32
+    key_heads: int
+    value_heads: int
+    dk: int
+    dv: int
+    eps: float
+    handle: cpu.Handle = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", cpu.delta_handle(self))
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.dk + self.value_heads * self.dv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpLayer:
+    """Weights of a SwiGLU block."""
+
+    norm: Tensor  # [hidden] float32, of the block's input
+    gate_up: PackedWeight  # rows: gate, up
+    down: PackedWeight
+    eps: float
+    handle: cpu.Handle = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", cpu.mlp_handle(self))
+
+
+def attention_layer(
+    layer: AttentionLayer,
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    parents: Tensor,
+    row_seqs: Tensor,
+    prefix_lens: Tensor,
+    block_tables: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """x + attention(norm(x)). x: [rows, hidden] float32 contiguous, the last rows of the pass.
+
+    keys, values: [all rows, kv_heads, dim] float32 contiguous: earlier rows' are read, those of x's rows written;
+    positions: [rows] int32; parents, row_seqs: [all rows] int32. The rest as in `attention`. Returns [rows, hidden].
+    """
+    return cpu.attention_layer(
+        layer.handle,
+        x,
+        keys,
+        values,
+        positions,
+        parents,
+        row_seqs,
+        prefix_lens,
+        block_tables,
+        k_cache,
+        v_cache,
+    )
+
+
+def attention_layer_by_ops(
+    layer: AttentionLayer,
+    x: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    parents: Tensor,
+    row_seqs: Tensor,
+    prefix_lens: Tensor,
+    block_tables: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """`attention_layer` op by op, with the same bits."""
+    query_dim, kv_dim = layer.heads * layer.dim, layer.kv_heads * layer.dim
+    key_start = 2 * query_dim if layer.is_gated else query_dim
+    first = keys.shape[0] - x.shape[0]
+    projected = linear(rms_norm(x, layer.norm, layer.eps), layer.input)
+    args = (layer.eps, layer.cos, layer.sin, positions, layer.dim)
+    q = rope(projected[:, :query_dim], layer.q_norm, *args)
+    keys[first:] = rope(projected[:, key_start : key_start + kv_dim], layer.k_norm, *args)
+    values[first:] = projected[:, key_start + kv_dim :].unflatten(1, (layer.kv_heads, layer.dim))
+    scale = layer.dim**-0.5
+    mixed = attention(q, keys, values.flatten(1), k_cache, v_cache, block_tables, prefix_lens, parents, row_seqs, scale)
+    if layer.is_gated:
+        mixed = gate_mul(mixed, projected[:, query_dim:key_start], silu=False)
+    return linear(mixed, layer.output, x)
+
+
+def delta_layer(
+    layer: DeltaLayer,
+    x: Tensor,
+    parents: Tensor,
+    row_slots: Tensor,
+    slots: Tensor,
+    seq_starts: Tensor,
+    conv_state: Tensor,
+    delta_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + delta(norm(x)). x: [rows, hidden] float32 contiguous; the rest as in `causal_conv` and `gated_delta`.
+
+    Returns [rows, hidden], and for commit the projection [rows, input outputs] and the convolved qkv [rows, channels].
+    """
+    return cpu.delta_layer(layer.handle, x, parents, row_slots, slots, seq_starts, conv_state, delta_state)
+
+
+def delta_layer_by_ops(
+    layer: DeltaLayer,
+    x: Tensor,
+    parents: Tensor,
+    row_slots: Tensor,
+    slots: Tensor,
+    seq_starts: Tensor,
+    conv_state: Tensor,
+    delta_state: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`delta_layer` op by op, with the same bits."""
+    gate_start = layer.channels
+    ab_start = gate_start + layer.value_heads * layer.dv
+    projected = linear(rms_norm(x, layer.norm, layer.eps), layer.input)
+    qkv = causal_conv(projected, conv_state, layer.conv, parents, row_slots)
+    ab = projected[:, ab_start:]
+    mixed = gated_delta(qkv, ab, layer.a_log, layer.dt_bias, delta_state, slots, seq_starts, parents, layer.key_heads)
+    mixed = gated_rms_norm(mixed, projected[:, gate_start:ab_start], layer.out_norm, layer.eps)
+    return linear(mixed, layer.output, x), projected, qkv
+
+
+def mlp_layer(layer: MlpLayer, x: Tensor) -> Tensor:
+    """x + down(silu(gate) * up), gate and up of norm(x). x: [rows, hidden] float32 contiguous. Returns the same."""
+    return cpu.mlp_layer(layer.handle, x)
+
+
+def mlp_layer_by_ops(layer: MlpLayer, x: Tensor) -> Tensor:
+    """`mlp_layer` op by op, with the same bits."""
+    both = linear(rms_norm(x, layer.norm, layer.eps), layer.gate_up)
+    width = both.shape[1] // 2
+    return linear(gate_mul(both[:, width:], both[:, :width], silu=True), layer.down, x)
