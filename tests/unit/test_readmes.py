@@ -14,7 +14,8 @@ BACKEND_README = (ROOT / "backend" / "README.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("key", EngineConfig.model_fields)
 def test_every_key_is_in_the_table_with_its_default_and_meaning(key: str) -> None:
     field = EngineConfig.model_fields[key]
-    rows = [line for line in BACKEND_README.splitlines() if line.startswith(f"| `{key}` |")]
+    table = BACKEND_README.split("## Configuration")[1].splitlines()
+    rows = [line for line in table if line.startswith(f"| `{key}` |")]
     assert len(rows) == 1
     _, _, default, _, meaning, _ = (cell.strip() for cell in rows[0].split("|"))
     assert meaning == field.description
