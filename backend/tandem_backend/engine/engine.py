@@ -222,9 +222,8 @@ class Engine:
     def _end_unstarted(self, item: Waiting, output: StepOutput) -> None:
         """Give the last output of a request that never ran; an END still ends its session."""
         self._outputs.append(output)
-        session = item.session
-        if session is not None and item.prepared.request.sequence_end and session.running is None:
-            self.scheduler.drop_session(session)
+        if item.session is not None:
+            self.scheduler.drop_if_over(item.session)
 
     def _finish(self, generation: Generation, output: StepOutput) -> None:
         """Give a request's last output and hand its state to its session, if it has one."""

@@ -142,9 +142,7 @@ class Scheduler:
         if self.sessions.get(session.sequence_id) is not session:
             self.free(generation.sequence)
             session.sequence = None
-        elif generation.request.sequence_end:
-            self.drop_session(session)
-        else:
+        elif not self.drop_if_over(session):
             self.trim(generation.sequence, generation.sequence.num_computed)
 
     def free(self, sequence: Sequence) -> None:
@@ -160,6 +158,13 @@ class Scheduler:
         if session.sequence is not None:
             self.free(session.sequence)
             session.sequence = None
+
+    def drop_if_over(self, session: Session) -> bool:
+        """Forget a session whose END came once no turn of it is left; says whether it did."""
+        is_over = session.ends and self._is_idle(session)
+        if is_over:
+            self.drop_session(session)
+        return is_over
 
     def _is_idle(self, session: Session) -> bool:
         return session.running is None and all(item.session is not session for item in self.waiting)
