@@ -18,7 +18,8 @@
 
 #define SPINS 4000
 #define STALL_NS 50000
-#define MAX_SOLO_JOBS 2048
+#define MIN_SOLO_JOBS 128
+#define MAX_SOLO_JOBS 16384
 
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static int num_workers = 0;
@@ -35,7 +36,7 @@ static _Atomic long job_grain = 1;
 static _Atomic(task_fn) job_fn;
 static _Atomic(void *) job_context;
 
-static int solo_jobs = 0, next_solo_jobs = 16;
+static int solo_jobs = 0, next_solo_jobs = MIN_SOLO_JOBS;
 
 static struct { void *memory; long bytes; } scratch[MAX_THREADS];
 
@@ -116,7 +117,8 @@ static void learn_from_wait(int64_t own_ns, int64_t wait_ns) {
         solo_jobs = next_solo_jobs;
         next_solo_jobs = min_long(2 * next_solo_jobs, MAX_SOLO_JOBS);
     } else {
-        next_solo_jobs = next_solo_jobs > 16 ? next_solo_jobs - next_solo_jobs / 16 : 16;
+        int shrunk = next_solo_jobs - next_solo_jobs / 128;
+        next_solo_jobs = shrunk > MIN_SOLO_JOBS ? shrunk : MIN_SOLO_JOBS;
     }
 }
 
