@@ -23,7 +23,14 @@ from tandem_backend.engine.self_test import NUM_BLOCKS, NUM_SLOTS, SelfTestResul
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Session
 from tandem_backend.engine.text_output import TextOutput
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
-from tandem_backend.errors import ConfigError, InternalError, InvalidRequestError, SelfTestError, TandemError
+from tandem_backend.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequestError,
+    SelfTestError,
+    TandemError,
+    UnavailableError,
+)
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import KV_BLOCK, ModelState, allocate_state, block_bytes
 from tandem_backend.types import FinishReason, Request, RequestStats, SequenceId, StepOutput
@@ -182,6 +189,11 @@ class Engine:
     def _start(self, item: Waiting) -> None:
         """Turn a queued request into a running one: its tokens, memory and stop rules."""
         request, session = item.prepared.request, item.session
+        if session is not None and self.scheduler.sessions.get(session.sequence_id) is not session:
+            raise UnavailableError(
+                f"sequence {session.sequence_id!r} was dropped for memory while this turn waited; "
+                "send sequence_start with the whole conversation"
+            )
         kept = session.sequence if session is not None else None
         token_ids = list(item.prepared.prompt_ids)
         if session is not None and kept is not None:

@@ -74,7 +74,11 @@ class Scheduler:
             yield item
 
     def _make_room(self, item: Waiting) -> bool:
-        """Drop idle sessions, least recently used first, until the request's worst case fits."""
+        """Drop idle sessions, least recently used first, until the request's worst case fits.
+
+        When nothing runs that could make room, sessions with a waiting turn go too, the last to be served first: each
+        one's state would keep the others waiting for ever.
+        """
         kept = item.session.sequence if item.session is not None else None
         while True:
             needs_slot = kept is None and self.slots.num_free == 0
@@ -82,17 +86,24 @@ class Scheduler:
             owned = len(kept.block_table) if kept is not None else 0
             if not needs_slot and self._worst_blocks(item, kept) <= self.blocks.num_free + owned:
                 return True
-            idle = [s for s in self.sessions.values() if s is not item.session and self._is_idle(s)]
-            if not idle:
+            others = [s for s in self.sessions.values() if s is not item.session]
+            idle = [s for s in others if self._is_idle(s)]
+            if idle:
+                self.drop_session(min(idle, key=lambda s: s.last_used_s))
+            elif self.running:
                 return False
-            self.drop_session(min(idle, key=lambda s: s.last_used_s))
+            else:
+                turns = [waiting.session for waiting in self.waiting]
+                self.drop_session(max((s for s in others if s.sequence is not None), key=turns.index))
 
     def _worst_blocks(self, item: Waiting, kept: Sequence | None) -> int:
         prompt = item.prepared.num_prompt_tokens + (len(kept.token_ids) if kept is not None else 0)
         if item.session is not None and item.session.messages is not None:
             # The template may write earlier turns longer than they were kept; only the context bounds it.
             prompt = self.max_context_len
-        return self.num_blocks(min(prompt + self.max_tokens(item.prepared), self.max_context_len))
+        worst = self.num_blocks(min(prompt + self.max_tokens(item.prepared), self.max_context_len))
+        # More than there are never come free; whether the turn really needs them is seen at its start.
+        return min(worst, self.blocks.size)
 
     def max_tokens(self, prepared: PreparedRequest) -> int:
         asked = prepared.request.params.max_tokens
