@@ -31,9 +31,11 @@ class ProposalTree:
                 node = self._append(token_id, place, drafter, score, conditional)
             else:
                 self.conditionals[node] = max(self.conditionals[node], conditional)
-            # Parents come before children, so a path is complete when its node is reached.
-            self.paths[node] = self.conditionals[node] * (self.paths[place] if place >= 0 else 1.0)
             places.append(node)
+        # Parents come before children, so a path is complete when its node is reached; a better probability of a shared
+        # node counts for all below it.
+        for node, place in enumerate(self.parents):
+            self.paths[node] = self.conditionals[node] * (self.paths[place] if place >= 0 else 1.0)
 
     def _append(self, token_id: int, parent: int, drafter: str, score: float, conditional: float) -> int:
         node = len(self.token_ids)
