@@ -40,7 +40,7 @@ def proposed(proposal: Proposal) -> set[tuple[int, ...]]:
 
 
 def merged(*several: Proposal) -> ProposalTree:
-    tree = ProposalTree(ANCHOR)
+    tree = ProposalTree(ANCHOR, 24)
     for n, proposal in enumerate(several):
         tree.merge(f"drafter {n}", proposal, raw)
     return tree

@@ -20,8 +20,8 @@ FLAT = VerifyCurve((1, 64), (1.0, 1.0))
 LINEAR = VerifyCurve((1, 64), (1.0, 64.0))
 
 
-def tree_of(parents: Sequence[int], scores: Sequence[float]) -> ProposalTree:
-    tree = ProposalTree(0)
+def tree_of(parents: Sequence[int], scores: Sequence[float], max_nodes: int = 8) -> ProposalTree:
+    tree = ProposalTree(0, max_nodes)
     tree.merge("drafter", Proposal(range(1, len(parents) + 1), parents, scores), lambda _, score: score)
     return tree
 
@@ -30,7 +30,8 @@ def tree_of(parents: Sequence[int], scores: Sequence[float]) -> ProposalTree:
 def trees(draw: st.DrawFn, max_nodes: int = 5) -> ProposalTree:
     num_nodes = draw(st.integers(0, max_nodes))
     parents = [draw(st.integers(-1, node - 1)) for node in range(num_nodes)]
-    return tree_of(parents, [draw(st.floats(0.02, 1.0)) for _ in range(num_nodes)])
+    scores = [draw(st.floats(0.02, 1.0)) for _ in range(num_nodes)]
+    return tree_of(parents, scores, draw(st.sampled_from([max_nodes, max_nodes, 0, 2])))
 
 
 @st.composite
@@ -43,7 +44,7 @@ def curves(draw: st.DrawFn) -> VerifyCurve:
 def closed_sets(tree: ProposalTree) -> Iterator[set[int]]:
     for chosen in product([False, True], repeat=len(tree.token_ids)):
         kept = {node for node, is_kept in enumerate(chosen) if is_kept}
-        if all(tree.parents[node] < 0 or tree.parents[node] in kept for node in kept):
+        if len(kept) <= tree.max_nodes and all(tree.parents[node] < 0 or tree.parents[node] in kept for node in kept):
             yield kept
 
 
@@ -80,7 +81,7 @@ def test_the_cut_is_the_best_of_all_closed_sets(
 @given(st.lists(trees(8), min_size=1, max_size=4), st.integers(1, 20))
 def test_always_fills_the_budget(several: list[ProposalTree], row_budget: int) -> None:
     kept = Router(LINEAR, row_budget, always=True).cut(several, len(several), 0.0)
-    num_nodes = sum(len(tree.token_ids) for tree in several)
+    num_nodes = sum(min(len(tree.token_ids), tree.max_nodes) for tree in several)
     assert sum(map(len, kept)) == min(max(row_budget - len(several), 0), num_nodes)
 
 

@@ -12,6 +12,7 @@ from tandem_backend.engine.payoff import Payoff
 from tandem_backend.engine.proposal_tree import ProposalTree
 from tandem_backend.engine.router import Calibration, Router
 from tandem_backend.engine.scheduler import ScheduledRows
+from tandem_backend.engine.sequence import Generation
 from tandem_backend.engine.times import RoundTimes
 from tandem_backend.errors import InvalidRequestError
 
@@ -72,7 +73,7 @@ class Drafting:
         """One tree a decoding sequence, cut to what pays; the bare anchor where nothing does."""
         begun = time.perf_counter()
         trees = {
-            i: ProposalTree(rows.generation.sequence.token_ids[-1])
+            i: ProposalTree(rows.generation.sequence.token_ids[-1], self._max_nodes(rows.generation))
             for i, rows in enumerate(scheduled)
             if not rows.num_prompt_rows
         }
@@ -117,10 +118,7 @@ class Drafting:
     def _context(self, name: str, rows: ScheduledRows, num_sequences: int, num_other_rows: int) -> DraftContext | None:
         """None where the request does not want the drafter or has room for the bonus token only."""
         generation = rows.generation
-        asked_nodes = generation.request.params.num_draft_tokens
-        max_nodes = min(
-            self.max_draft_tokens if asked_nodes is None else asked_nodes, self.router.row_budget - num_sequences
-        )
+        max_nodes = min(self._max_nodes(generation), self.router.row_budget - num_sequences)
         max_depth = generation.max_tokens - generation.num_output - 1
         if name not in generation.drafters or max_nodes < 1 or max_depth < 1:
             return None
@@ -135,6 +133,10 @@ class Drafting:
             token_ms=math.inf if router.always else router.token_ms(num_sequences, num_other_rows) + self.commit_ms,
             row_ms=router.row_ms(num_other_rows),
         )
+
+    def _max_nodes(self, generation: Generation) -> int:
+        asked = generation.request.params.num_draft_tokens
+        return self.max_draft_tokens if asked is None else min(asked, self.max_draft_tokens)
 
     def _declines(self, key: int, name: str, tree: ProposalTree) -> bool:
         if self.router.always:

@@ -10,8 +10,9 @@ from tandem_backend.engine.drafters.base import Proposal
 class ProposalTree:
     """Nodes in order of arrival; -1 stands for the anchor as a parent."""
 
-    def __init__(self, anchor: int) -> None:
+    def __init__(self, anchor: int, max_nodes: int) -> None:
         self.anchor = anchor
+        self.max_nodes = max_nodes  # nodes that may be kept; the proposals together may be more
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.drafters: list[str] = []  # who proposed the node first

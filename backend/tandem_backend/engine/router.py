@@ -114,9 +114,13 @@ class Router:
         heap = [(-tree.paths[node], i, node) for i, tree in enumerate(trees) for node in tree.children[-1]]
         heapq.heapify(heap)
         order: list[tuple[int, int, float]] = []
+        num_taken = [0] * len(trees)
         budget = self.row_budget - len(trees)
         while heap and len(order) < budget:
             negative_q, i, node = heapq.heappop(heap)
+            if num_taken[i] == trees[i].max_nodes:
+                continue
+            num_taken[i] += 1
             order.append((i, node, -negative_q))
             for child in trees[i].children[node]:
                 heapq.heappush(heap, (-trees[i].paths[child], i, child))
