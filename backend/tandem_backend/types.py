@@ -56,6 +56,15 @@ class Request:
     sequence_end: bool = False
 
 
+def acceptance_len(num_tokens: int, num_decode_rounds: int) -> float:
+    """Tokens committed a decoding round, bonus token included; 0.0 where no round decoded.
+
+    num_tokens are those of the decoding rounds: a request's first token comes from its prompt's pass and isn't among
+    them. Plain decoding has 1.0.
+    """
+    return num_tokens / num_decode_rounds if num_decode_rounds else 0.0
+
+
 @dataclass(slots=True)
 class RequestStats:
     """What a request cost; times are `time.time_ns()`."""
@@ -63,7 +72,8 @@ class RequestStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens whose state was kept from earlier turns
     num_output_tokens: int = 0
-    num_rounds: int = 0
+    num_rounds: int = 0  # that took its prompt rows or gave it tokens
+    num_decode_rounds: int = 0  # of these, the ones after its prompt's
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     drafter_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (drafted, accepted)
@@ -71,6 +81,19 @@ class RequestStats:
     first_scheduled_time_ns: int = 0
     first_token_time_ns: int = 0
     last_token_time_ns: int = 0
+
+    @property
+    def acceptance_len(self) -> float:
+        return acceptance_len(self.num_output_tokens - 1, self.num_decode_rounds)
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What an engine did since it was loaded."""
+
+    num_rounds: int = 0
+    num_output_tokens: int = 0
+    drafter_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (drafted, accepted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 from tandem_backend.benchmarks.decode import NUM_JOINT, DecodeFigures, JointRepeat
 from tandem_backend.benchmarks.engine_runs import Run
 from tandem_backend.benchmarks.table import table
+from tandem_backend.types import acceptance_len
 
 PARTS = ("draft", "verify", "accept", "commit", "host")
 NO_STORES = (
@@ -55,7 +56,7 @@ def _round(runs: Sequence[Run]) -> dict[str, float]:
     parts = {f"{part}_ms": sum(getattr(run.times, f"{part}_ms") for run in runs) / num_rounds for part in PARTS}
     round_ms = sum(parts.values())
     return {
-        "acceptance_len": sum(run.num_tokens for run in runs) / num_rounds,
+        "acceptance_len": acceptance_len(sum(run.num_tokens for run in runs), num_rounds),
         "rows": sum(run.times.num_rows for run in runs) / num_rounds,
         "round_ms": round_ms,
         **parts,

@@ -33,7 +33,7 @@ from tandem_backend.errors import (
 )
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import KV_BLOCK, ModelState, allocate_state, block_bytes
-from tandem_backend.types import FinishReason, Request, RequestStats, SequenceId, StepOutput
+from tandem_backend.types import EngineCounters, FinishReason, Request, RequestStats, SequenceId, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +104,7 @@ class Engine:
         prompt_ids = self.prompts.encode(request.prompt)
         prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns())
         self._check_length(request, len(prompt_ids))
+        self._check_stop_token_ids(request.params.stop_token_ids)
         self.rounds.drafting.names(request.params.drafter)
         return prepared
 
@@ -145,6 +146,7 @@ class Engine:
         return self.scheduler.sweep(time.monotonic())
 
     def statistics(self) -> dict[str, float]:
+        """What there is now, by name; serving reports every key as a metric."""
         s = self.scheduler
         return {
             "num_active": len(s.running),
@@ -154,8 +156,14 @@ class Engine:
             "num_free_blocks": s.blocks.num_free,
             "num_slots": s.slots.size,
             "num_free_slots": s.slots.num_free,
+            "self_test_passed": int(self.self_test is not None),  # 0: skipped; an engine that fails it does not load
             "self_test_rows": self.self_test.num_rows if self.self_test is not None else 0,
         }
+
+    def counters(self) -> EngineCounters:
+        """What was done since the load; a copy."""
+        counters = self.rounds.counters
+        return replace(counters, drafter_tokens=dict(counters.drafter_tokens))
 
     def step(self) -> list[StepOutput]:
         """One round. An exception in it ends the round's requests with an error and leaves the others alone."""
@@ -251,6 +259,14 @@ class Engine:
         self._finish(generation, StepOutput(request_id=generation.request.request_id, error=error))
         if session is not None and session.sequence is not None:
             self.close_sequence(session.sequence_id)
+
+    def _check_stop_token_ids(self, token_ids: tuple[int, ...]) -> None:
+        vocab_size = self.model.config.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    f"stop_token_ids: must be token ids of this model, 0 to {vocab_size - 1}, got {token_id}"
+                )
 
     def _check_length(self, request: Request, num_tokens: int) -> None:
         if num_tokens >= self.max_context_len:

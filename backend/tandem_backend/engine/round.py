@@ -16,7 +16,7 @@ from tandem_backend.engine.times import RoundTimes, Stopwatch
 from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder, ForwardResult
 from tandem_backend.model.state import ModelState
-from tandem_backend.types import RequestStats, StepOutput
+from tandem_backend.types import EngineCounters, StepOutput
 
 RecordLogits = Callable[[str, int, Tensor], None]  # request id, index of the output token, the row that chose it
 
@@ -39,6 +39,10 @@ class RoundRunner:
     drafting: Drafting
     record_logits: RecordLogits | None = None
     times: RoundTimes = field(default_factory=RoundTimes)
+    counters: EngineCounters = field(default_factory=EngineCounters)
+
+    def __post_init__(self) -> None:
+        self.counters.drafter_tokens.update(dict.fromkeys(self.drafting.drafters, (0, 0)))
 
     def run(self, scheduled: Sequence[ScheduledRows]) -> list[Step]:
         """One pass over the rows of all scheduled requests; their sequences come out longer."""
@@ -57,9 +61,18 @@ class RoundRunner:
         spent.commit_ms = watch.lap_ms()
         self._observe(scheduled, steps, batch, result)
         self.drafting.learn(drafted, scheduled, [step.accepted for step in steps], spent)
+        self._count(drafted.trees, steps)
         spent.host_ms += watch.lap_ms()
         self.times.add(spent)
         return steps
+
+    def _count(self, trees: Sequence[DraftTree | None], steps: Sequence[Step]) -> None:
+        self.counters.num_rounds += 1
+        for tree, step in zip(trees, steps, strict=True):
+            if step.output is not None:
+                self.counters.num_output_tokens += len(step.output.token_ids)
+            if tree is not None:
+                _count_drafts(self.counters.drafter_tokens, tree, step.path)
 
     def _observe(
         self, scheduled: Sequence[ScheduledRows], steps: Sequence[Step], batch: RowBatch, result: ForwardResult
@@ -120,7 +133,10 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
     stats.first_token_time_ns = stats.first_token_time_ns or now
     stats.last_token_time_ns = now
     if tree is not None:
-        _count_drafts(stats, tree, path)
+        stats.num_decode_rounds += 1
+        stats.num_draft_tokens += tree.num_nodes - 1
+        stats.num_accepted_tokens += len(path) - 1
+        _count_drafts(stats.drafter_tokens, tree, path)
     output = StepOutput(
         request_id=generation.request.request_id,
         text=text,
@@ -131,9 +147,7 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
     return Step(path, accepted if tree is not None else None, output)
 
 
-def _count_drafts(stats: RequestStats, tree: DraftTree, path: Sequence[int]) -> None:
-    stats.num_draft_tokens += tree.num_nodes - 1
-    stats.num_accepted_tokens += len(path) - 1
+def _count_drafts(drafter_tokens: dict[str, tuple[int, int]], tree: DraftTree, path: Sequence[int]) -> None:
     for node in range(1, tree.num_nodes):
-        drafted, accepted = stats.drafter_tokens.get(tree.drafters[node], (0, 0))
-        stats.drafter_tokens[tree.drafters[node]] = (drafted + 1, accepted + (node in path))
+        drafted, accepted = drafter_tokens.get(tree.drafters[node], (0, 0))
+        drafter_tokens[tree.drafters[node]] = (drafted + 1, accepted + (node in path))

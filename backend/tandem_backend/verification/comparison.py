@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from tandem_backend import types
 from tandem_backend.errors import InternalError
 
 
@@ -40,9 +41,9 @@ def compare(expected: Trace, got: Trace) -> Differences:
 
 
 def acceptance_len(traces: Sequence[Trace]) -> float:
-    """Tokens committed a decoding round; 0.0 where no round decoded. A prompt's last round is not one."""
-    rounds = [size for trace in traces for size in trace.round_sizes[1:]]
-    return sum(rounds) / len(rounds) if rounds else 0.0
+    """`types.acceptance_len` over all rounds of the traces."""
+    sizes = [size for trace in traces for size in trace.round_sizes[1:]]
+    return types.acceptance_len(sum(sizes), len(sizes))
 
 
 def require_rows(traces: Sequence[Trace]) -> None:
