@@ -10,7 +10,7 @@ from tandem_client.errors import (
     TandemClientError,
 )
 from tandem_client.sync import Generation, Session, TandemClient
-from tandem_client.types import Chunk, Completion, Usage
+from tandem_client.types import Chunk, Completion, DrafterUsage, Usage
 
 __all__ = [
     "AsyncGeneration",
@@ -19,6 +19,7 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConnectionFailedError",
+    "DrafterUsage",
     "Generation",
     "IncompleteStreamError",
     "RequestTimeoutError",

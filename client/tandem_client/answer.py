@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From responses to chunks. Pure; shared by both clients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem_client.errors import IncompleteStreamError
-from tandem_client.types import Chunk, Usage
+from tandem_client.types import Chunk, DrafterUsage, Usage
 from tandem_client.wire import InferResponse
 
 # The finish_reason of a response that is not the last, in the vLLM backend's convention.
@@ -16,6 +16,9 @@ _PERF_OUTPUTS = {
     "num_draft_tokens": "total_draft_tokens",
     "num_accepted_tokens": "total_accepted_draft_tokens",
     "acceptance_rate": "acceptance_rate",
+    "acceptance_len": "acceptance_length",
+    "num_rounds": "num_rounds",
+    "num_cached_tokens": "num_cached_tokens",
     "arrival_time_ns": "arrival_time_ns",
     "first_scheduled_time_ns": "first_scheduled_time_ns",
     "first_token_time_ns": "first_token_time_ns",
@@ -69,5 +72,13 @@ class Answer:
         return Usage(
             num_input_tokens=self._num_input_tokens,
             num_output_tokens=self._num_output_tokens,
+            drafters=_drafters(response.json("drafter_statistics") or {}),
             **{field: value for field, value in found.items() if value is not None},
         )
+
+
+def _drafters(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, DrafterUsage]:
+    return {
+        name: DrafterUsage(drafted=item["drafted"], accepted=item["accepted"], share=item["share"])
+        for name, item in statistics.items()
+    }

@@ -149,13 +149,18 @@ def _print_answer(chunks: Iterable[Chunk], stats: bool) -> None:
 
 def describe(usage: Usage) -> str:
     """Usage in one line."""
-    parts = [f"{usage.num_input_tokens} tokens in", f"{usage.num_output_tokens} out"]
+    cached = f" ({usage.num_cached_tokens} kept)" if usage.num_cached_tokens else ""
+    rounds = f" in {usage.num_rounds} rounds" if usage.num_rounds else ""
+    parts = [f"{usage.num_input_tokens} tokens in{cached}", f"{usage.num_output_tokens} out{rounds}"]
     if usage.time_to_first_token_s is not None:
         parts.append(f"first after {usage.time_to_first_token_s * 1000:.0f} ms")
     if usage.decode_tokens_per_s is not None:
         parts.append(f"{usage.decode_tokens_per_s:.1f} tokens/s")
     if usage.num_draft_tokens:
-        parts.append(f"{usage.num_accepted_tokens} of {usage.num_draft_tokens} draft tokens accepted")
+        shares = ", ".join(f"{name} {item.share:.0%}" for name, item in usage.drafters.items())
+        accepted = f"{usage.num_accepted_tokens} of {usage.num_draft_tokens} draft tokens accepted"
+        parts.append(f"{usage.acceptance_len:.2f} tokens a round")
+        parts.append(f"{accepted} ({shares})" if shares else accepted)
     return ", ".join(parts)
 
 

@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a generation yields: chunks of text as they become final, usage with the last one."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 NS_PER_S = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterUsage:
+    """What one drafter did for a request."""
+
+    drafted: int
+    accepted: int
+    share: float  # of all accepted draft tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +25,10 @@ class Usage:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     acceptance_rate: float = 0.0  # accepted / drafted tokens; 0.0 without drafts
+    acceptance_len: float = 0.0  # tokens a decoding round, its bonus token included; plain decoding has 1.0
+    num_rounds: int = 0  # rounds that took prompt rows or gave tokens
+    num_cached_tokens: int = 0  # prompt tokens whose state the server still had
+    drafters: Mapping[str, DrafterUsage] = field(default_factory=dict, hash=False)  # by name
     arrival_time_ns: int = 0
     first_scheduled_time_ns: int = 0
     first_token_time_ns: int = 0

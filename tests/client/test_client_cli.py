@@ -60,10 +60,17 @@ def test_generate_reads_a_chat_from_stdin(run: Run) -> None:
 
 
 def test_generate_stats_go_to_stderr(run: Run) -> None:
-    last = response("x", [1], "stop", total_draft_tokens=4, total_accepted_draft_tokens=3)
+    drafts = {"total_draft_tokens": 4, "total_accepted_draft_tokens": 3, "acceptance_length": 2.5}
+    shares = (
+        b'{"lookup": {"drafted": 3, "accepted": 2, "share": 0.67}, "mtp": {"drafted": 1, "accepted": 1, "share": 0.33}}'
+    )
+    last = response("x", [1], "stop", num_rounds=3, num_cached_tokens=5, drafter_statistics=shares, **drafts)
     result, _ = run(["generate", "Hi", "--stats"], [last, FINAL])
     assert result.stdout == "x\n"
-    assert result.stderr == "7 tokens in, 1 out, 3 of 4 draft tokens accepted\n"
+    assert result.stderr == (
+        "7 tokens in (5 kept), 1 out in 3 rounds, 2.50 tokens a round, "
+        "3 of 4 draft tokens accepted (lookup 67%, mtp 33%)\n"
+    )
 
 
 def test_a_server_error_ends_with_1(run: Run) -> None:

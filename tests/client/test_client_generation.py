@@ -12,6 +12,7 @@ from fake_transport import FINAL, AsyncFakeTransport, FakeTransport, Script, ans
 from tandem_client import (
     AsyncTandemClient,
     Chunk,
+    DrafterUsage,
     IncompleteStreamError,
     RequestTimeoutError,
     ServerError,
@@ -53,6 +54,8 @@ def collect(request: pytest.FixtureRequest) -> Any:
 
 def test_chunks_follow_the_responses(collect: Collect) -> None:
     perf = {"total_draft_tokens": 4, "total_accepted_draft_tokens": 3, "acceptance_rate": 0.75, "arrival_time_ns": 9}
+    perf |= {"acceptance_length": 1.5, "num_rounds": 3, "num_cached_tokens": 2}
+    perf["drafter_statistics"] = b'{"mtp": {"drafted": 3, "accepted": 3, "share": 1.0}}'
     chunks, error = collect([response("Hé", [1, 2]), response("", [3]), response("!", [4], "length", **perf), FINAL])
     assert error is None
     assert [(chunk.text, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
@@ -67,6 +70,10 @@ def test_chunks_follow_the_responses(collect: Collect) -> None:
         num_draft_tokens=4,
         num_accepted_tokens=3,
         acceptance_rate=0.75,
+        acceptance_len=1.5,
+        num_rounds=3,
+        num_cached_tokens=2,
+        drafters={"mtp": DrafterUsage(drafted=3, accepted=3, share=1.0)},
         arrival_time_ns=9,
     )
 

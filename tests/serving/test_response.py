@@ -4,6 +4,7 @@
 import json
 
 import numpy as np
+import pytest
 from fakes.engine import chunk
 from fakes.pb_utils import ResponseSender
 from tandem_backend.errors import InternalError, UnavailableError
@@ -12,6 +13,7 @@ from tandem_backend.serving.response import Responder
 from tandem_backend.types import FinishReason, RequestStats, StepOutput
 
 ROUNDS = [chunk("Hello "), chunk(), chunk("brave new "), chunk("world", finish_reason=FinishReason.STOP)]
+PERF = ResponseOptions(return_perf_metrics=True)
 EVERYTHING = dict.fromkeys(RETURN_INPUTS, True)
 
 
@@ -62,13 +64,55 @@ def test_one_answer_has_the_same_columns_in_sum() -> None:
 
 
 def test_the_cost_stands_on_the_last_response() -> None:
-    stats = RequestStats(num_draft_tokens=8, num_accepted_tokens=6, arrival_time_ns=1_700_000_000_123_456_789)
+    stats = RequestStats(
+        num_cached_tokens=5,
+        num_output_tokens=10,
+        num_rounds=5,
+        num_decode_rounds=4,
+        num_draft_tokens=8,
+        num_accepted_tokens=6,
+        drafter_tokens={"lookup": (2, 0), "mtp": (6, 6)},
+        arrival_time_ns=1_700_000_000_123_456_789,
+    )
     rounds = [chunk("a"), chunk("b", finish_reason=FinishReason.LENGTH, stats=stats)]
     first, last = answer(rounds, ResponseOptions(stream=True, return_perf_metrics=True)).responses
     assert first.value("acceptance_rate") is None
     assert last.value("acceptance_rate") == [0.75]
     assert (last.value("total_accepted_draft_tokens"), last.value("total_draft_tokens")) == ([6], [8])
     assert last.value("arrival_time_ns") == [1_700_000_000_123_456_789]
+    assert (last.value("num_rounds"), last.value("num_cached_tokens")) == ([5], [5])
+    assert last.value("acceptance_length") == [2.25]  # the first token is the prompt pass's
+    assert json.loads(last.value("drafter_statistics")[0]) == {
+        "lookup": {"drafted": 2, "accepted": 0, "share": 0.0},
+        "mtp": {"drafted": 6, "accepted": 6, "share": 1.0},
+    }
+
+
+def test_a_request_that_drafted_nothing_has_figures_too() -> None:
+    stats = RequestStats(num_output_tokens=1, num_rounds=1, drafter_tokens={"mtp": (2, 0)})
+    (response,) = answer([chunk("a", finish_reason=FinishReason.STOP, stats=stats)], PERF).responses
+    assert response.value("acceptance_length") == response.value("acceptance_rate") == [0.0]
+    assert json.loads(response.value("drafter_statistics")[0])["mtp"]["share"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("last", "broken_sends", "outcome"),
+    [
+        (chunk("a", finish_reason=FinishReason.LENGTH), (), "length"),
+        (chunk("a", finish_reason=FinishReason.CANCELLED), (), "cancelled"),
+        (StepOutput(request_id="", error=UnavailableError("full")), (), "error"),
+        (chunk("a", finish_reason=FinishReason.STOP), (2,), "error"),
+        (chunk("a", finish_reason=FinishReason.STOP), (2, 3), "error"),
+    ],
+)
+def test_the_outcome_is_told_once(last: StepOutput, broken_sends: tuple[int, ...], outcome: str) -> None:
+    outcomes: list[str] = []
+    responder = Responder(ResponseSender(frozenset(broken_sends)), ResponseOptions(stream=True), 1, outcomes.append)
+    responder.output(chunk("a"))
+    assert outcomes == []
+    for output in (last, last):
+        responder.output(output)
+    assert outcomes == [outcome]
 
 
 def test_outputs_have_the_types_of_config_pbtxt() -> None:

@@ -2,6 +2,7 @@
 """The answer to one request: data responses and, whatever happens, exactly one FINAL flag."""
 
 import json
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,6 +13,7 @@ from tandem_backend.serving.request import ResponseOptions
 from tandem_backend.types import RequestStats, StepOutput
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+FAILED = "error"  # the outcome of a request that got no finish reason
 # vLLM's text while a request runs; its clients compare with it.
 NO_FINISH_REASON = "None"
 
@@ -28,11 +30,18 @@ class Responder:
     """Turns StepOutputs into responses. The engine loop's sender thread owns it once it is submitted.
 
     One thread for all is more than convenience: Triton server frees what is_cancelled() reads when FINAL comes, and
-    crashes when both happen at once (seen with 2.51).
+    crashes when both happen at once (seen with 2.51). `on_end` is told the outcome once: the finish reason or "error".
     """
 
-    def __init__(self, sender: Sender, options: ResponseOptions | None = None, num_prompt_tokens: int = 0) -> None:
+    def __init__(
+        self,
+        sender: Sender,
+        options: ResponseOptions | None = None,
+        num_prompt_tokens: int = 0,
+        on_end: Callable[[str], None] | None = None,
+    ) -> None:
         self._sender = sender
+        self._on_end = on_end
         self._options = options or ResponseOptions()
         self._num_prompt_tokens = num_prompt_tokens
         self._text = self._options.echo
@@ -59,7 +68,7 @@ class Responder:
         if not output.is_last and not (self._options.stream and (self._text or self._token_ids)):
             return
         try:
-            self._send(pb_utils.InferenceResponse(output_tensors=self._tensors(output)), output.is_last)
+            self._send(pb_utils.InferenceResponse(output_tensors=self._tensors(output)), output.finish_reason)
         except Exception as error:
             self.fail(InternalError(f"the response could not be sent: {error}"))
         self._text, self._token_ids, self._logprobs = "", [], []
@@ -69,17 +78,24 @@ class Responder:
         if self.finished:
             return
         try:
-            self._send(pb_utils.InferenceResponse(output_tensors=[], error=triton_error(error)), final=True)
+            self._send(pb_utils.InferenceResponse(output_tensors=[], error=triton_error(error)), FAILED)
         except Exception:
             self._send_bare_final()
 
-    def _send(self, response: Any, final: bool) -> None:
-        self._sender.send(response, flags=FINAL if final else 0)
-        self.finished = final
+    def _send(self, response: Any, outcome: str | None) -> None:
+        """Send a response, the last one where the outcome is known."""
+        self._sender.send(response, flags=0 if outcome is None else FINAL)
+        if outcome is not None:
+            self._end(outcome)
+
+    def _end(self, outcome: str) -> None:
+        self.finished = True
+        if self._on_end is not None:
+            self._on_end(outcome)
 
     def _send_bare_final(self) -> None:
         """The last resort: the client at least stops waiting."""
-        self.finished = True
+        self._end(FAILED)
         try:
             self._sender.send(flags=FINAL)
         except Exception as error:
@@ -116,8 +132,21 @@ def _perf_columns(stats: RequestStats) -> list[tuple[str, bool, Any, list[Any]]]
         ("acceptance_rate", True, np.float32, [rate]),
         ("total_accepted_draft_tokens", True, np.int32, [stats.num_accepted_tokens]),
         ("total_draft_tokens", True, np.int32, [stats.num_draft_tokens]),
+        ("acceptance_length", True, np.float32, [stats.acceptance_len]),
+        ("num_rounds", True, np.int32, [stats.num_rounds]),
+        ("num_cached_tokens", True, np.int32, [stats.num_cached_tokens]),
+        ("drafter_statistics", True, object, [json.dumps(_by_drafter(stats))]),
         ("arrival_time_ns", True, np.int64, [stats.arrival_time_ns]),
         ("first_scheduled_time_ns", True, np.int64, [stats.first_scheduled_time_ns]),
         ("first_token_time_ns", True, np.int64, [stats.first_token_time_ns]),
         ("last_token_time_ns", True, np.int64, [stats.last_token_time_ns]),
     ]
+
+
+def _by_drafter(stats: RequestStats) -> dict[str, dict[str, float]]:
+    """`share` is a drafter's part of all accepted draft tokens, 0.0 where none was."""
+    total = stats.num_accepted_tokens
+    return {
+        name: {"drafted": drafted, "accepted": accepted, "share": accepted / total if total else 0.0}
+        for name, (drafted, accepted) in stats.drafter_tokens.items()
+    }
