@@ -7,7 +7,17 @@ from tandem_kernels.causal_conv import causal_conv, update_conv_state
 from tandem_kernels.cpu import PackedWeight, set_num_threads
 from tandem_kernels.gate_mul import gate_mul
 from tandem_kernels.gated_delta import gated_delta, gated_delta_commit
-from tandem_kernels.layers import AttentionLayer, DeltaLayer, MlpLayer, attention_layer, delta_layer, mlp_layer
+from tandem_kernels.layers import (
+    AttentionLayer,
+    DeltaLayer,
+    MlpLayer,
+    MtpLayer,
+    attention_layer,
+    delta_layer,
+    mlp_layer,
+    mtp_guess,
+    mtp_layer,
+)
 from tandem_kernels.linear import linear, pack_weight
 from tandem_kernels.rms_norm import gated_rms_norm, rms_norm
 from tandem_kernels.rope import rope, rope_tables
@@ -16,6 +26,7 @@ __all__ = [
     "AttentionLayer",
     "DeltaLayer",
     "MlpLayer",
+    "MtpLayer",
     "PackedWeight",
     "argmax",
     "attention",
@@ -28,6 +39,8 @@ __all__ = [
     "gated_rms_norm",
     "linear",
     "mlp_layer",
+    "mtp_guess",
+    "mtp_layer",
     "pack_weight",
     "rms_norm",
     "rope",

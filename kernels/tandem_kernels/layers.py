@@ -6,6 +6,7 @@ Each block has the bits of its ops called one after the other; the `*_by_ops` tw
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from tandem_kernels import cpu
@@ -79,6 +80,25 @@ class MlpLayer:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", cpu.mlp_handle(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayer:
+    """Weights of a multi-token-prediction head: one decoder layer over a token and a hidden state."""
+
+    embedding: Tensor  # [vocab, hidden], contiguous, bfloat16 or float32
+    embedding_norm: Tensor  # [hidden] float32
+    hidden_norm: Tensor
+    fc: PackedWeight  # inputs: normed embedding, normed hidden state
+    attention: AttentionLayer
+    mlp: MlpLayer
+    out_norm: Tensor
+    head: PackedWeight
+    eps: float
+    handle: cpu.Handle = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", cpu.mtp_handle(self))
 
 
 def attention_layer(
@@ -191,3 +211,53 @@ def mlp_layer_by_ops(layer: MlpLayer, x: Tensor) -> Tensor:
     both = linear(rms_norm(x, layer.norm, layer.eps), layer.gate_up)
     width = both.shape[1] // 2
     return linear(gate_mul(both[:, width:], both[:, :width], silu=True), layer.down, x)
+
+
+def mtp_layer(
+    layer: MtpLayer,
+    token_ids: Tensor,
+    hidden: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    parents: Tensor,
+    row_seqs: Tensor,
+    prefix_lens: Tensor,
+    block_tables: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """norm(layer(fc([norm(embed(token)), norm(hidden)]))).
+
+    token_ids: [rows] int64; hidden: [rows, hidden] float32 contiguous; the rest as in `attention_layer`.
+    Returns [rows, hidden].
+    """
+    batch = (positions, parents, row_seqs, prefix_lens, block_tables)
+    return cpu.mtp_layer(layer.handle, token_ids, hidden, keys, values, *batch, k_cache, v_cache)
+
+
+def mtp_layer_by_ops(
+    layer: MtpLayer,
+    token_ids: Tensor,
+    hidden: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    parents: Tensor,
+    row_seqs: Tensor,
+    prefix_lens: Tensor,
+    block_tables: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    """`mtp_layer` op by op, with the same bits."""
+    embedded = rms_norm(layer.embedding[token_ids].float(), layer.embedding_norm, layer.eps)
+    x = linear(torch.cat([embedded, rms_norm(hidden, layer.hidden_norm, layer.eps)], dim=1), layer.fc)
+    batch = (positions, parents, row_seqs, prefix_lens, block_tables)
+    x = attention_layer_by_ops(layer.attention, x, keys, values, *batch, k_cache, v_cache)
+    return rms_norm(mlp_layer_by_ops(layer.mlp, x), layer.out_norm, layer.eps)
+
+
+def mtp_guess(layer: MtpLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token after each row of hidden [rows, hidden]: ids [rows] int32, log-probabilities [rows]."""
+    return cpu.mtp_guess(layer.handle, hidden)

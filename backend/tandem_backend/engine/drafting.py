@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter
-from tandem_backend.engine.payoff import Payoff
+from tandem_backend.engine.payoff import Payoff, Trust
 from tandem_backend.engine.proposal_tree import ProposalTree
 from tandem_backend.engine.router import Calibration, Router
 from tandem_backend.engine.scheduler import ScheduledRows
@@ -40,7 +40,8 @@ class Drafting:
     calibration: Calibration = field(default_factory=Calibration)
     commit_ms: float = 0.2
     cost_ms: dict[str, float] = field(default_factory=dict)  # by drafter, a call's share of one sequence
-    payoffs: dict[tuple[int, str], Payoff] = field(default_factory=dict)
+    payoffs: dict[tuple[int, str], Payoff] = field(default_factory=dict)  # by sequence and drafter
+    trusts: dict[tuple[int, str], Trust] = field(default_factory=dict)
 
     def names(self, requested: str | None) -> frozenset[str]:
         """The drafters a request asks for. Raises InvalidRequestError naming the unknown one."""
@@ -61,6 +62,7 @@ class Drafting:
         for name, drafter in self.drafters.items():
             drafter.end(key)
             self.payoffs.pop((key, name), None)
+            self.trusts.pop((key, name), None)
 
     def observe(self, scheduled: Sequence[ScheduledRows], committed: Sequence[CommittedRows]) -> None:
         """Show each drafter the rows of the requests that want it; the others shall not pay for it."""
@@ -110,8 +112,9 @@ class Drafting:
         proposals = drafter.propose(list(contexts.values()))
         spent = 1e3 * (time.perf_counter() - begun) / len(contexts)
         self.cost_ms[name] = spent + 0.95 * (self.cost_ms.get(name, spent) - spent)
-        for i, proposal in zip(contexts, proposals, strict=True):
-            trees[i].merge(name, proposal, self.calibration.probability)
+        for (i, context), proposal in zip(contexts.items(), proposals, strict=True):
+            trust = self._trust(context.key, name)
+            trees[i].merge(name, proposal, [trust * self.calibration.probability(name, s) for s in proposal.scores])
             if is_costly:
                 asked[i].add(name)
 
@@ -123,6 +126,7 @@ class Drafting:
         if name not in generation.drafters or max_nodes < 1 or max_depth < 1:
             return None
         sequence, router = generation.sequence, self.router
+        token_ms = router.token_ms(num_sequences, num_other_rows) + self.commit_ms
         return DraftContext(
             key=sequence.slot,
             token_ids=sequence.token_ids,
@@ -130,9 +134,13 @@ class Drafting:
             block_table=sequence.block_table,
             max_nodes=max_nodes,
             max_depth=max_depth,
-            token_ms=math.inf if router.always else router.token_ms(num_sequences, num_other_rows) + self.commit_ms,
+            token_ms=math.inf if router.always else token_ms * self._trust(sequence.slot, name),
             row_ms=router.row_ms(num_other_rows),
         )
+
+    def _trust(self, key: int, name: str) -> float:
+        trust = self.trusts.get((key, name))
+        return trust.factor if trust is not None else 1.0
 
     def _max_nodes(self, generation: Generation) -> int:
         asked = generation.request.params.num_draft_tokens
@@ -162,13 +170,15 @@ class Drafting:
         for rows, tree, walk, asked in zip(scheduled, drafted.trees, accepted, drafted.asked, strict=True):
             if tree is None or walk is None:
                 continue
-            path = set(walk.path)
+            path, key = set(walk.path), rows.generation.sequence.slot
             for node in range(1, tree.num_nodes):
                 if tree.parents[node] in path:
-                    self.calibration.learn(tree.drafters[node], tree.scores[node], taken=node in path)
+                    name, score, taken = tree.drafters[node], tree.scores[node], node in path
+                    expected = self.calibration.probability(name, score)
+                    self.trusts.setdefault((key, name), Trust()).learn(expected, taken=taken)
+                    self.calibration.learn(name, score, taken=taken)
             for name in asked:
                 nodes = [node for node in range(1, tree.num_nodes) if tree.drafters[node] == name]
                 num_accepted = len(path.intersection(nodes))
                 gain_ms = num_accepted * token_ms - len(nodes) * row_ms - self.cost_ms[name]
-                payoff = self.payoffs.setdefault((rows.generation.sequence.slot, name), Payoff())
-                payoff.learn(num_accepted, gain_ms)
+                self.payoffs.setdefault((key, name), Payoff()).learn(num_accepted, gain_ms)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ProposalTree: the proposals of several drafters for one sequence, merged; shared prefixes become shared nodes."""
 
-from collections.abc import Callable, Set
+from collections.abc import Sequence, Set
 
 from tandem_backend.engine.draft_tree import DraftTree
 from tandem_backend.engine.drafters.base import Proposal
@@ -21,12 +21,16 @@ class ProposalTree:
         self.paths: list[float] = []  # product of the conditionals down to the node
         self.children: dict[int, list[int]] = {-1: []}
 
-    def merge(self, drafter: str, proposal: Proposal, probability: Callable[[str, float], float]) -> None:
-        """Add a proposal; a node that is already there keeps its first proposer and the better probability."""
+    def merge(self, drafter: str, proposal: Proposal, probabilities: Sequence[float]) -> None:
+        """Add a proposal with its nodes' calibrated probabilities given their parents.
+
+        A node that is already there keeps its first proposer and the better probability.
+        """
         places: list[int] = []
-        for token_id, parent, score in zip(proposal.token_ids, proposal.parents, proposal.scores, strict=True):
+        nodes = zip(proposal.token_ids, proposal.parents, proposal.scores, probabilities, strict=True)
+        for token_id, parent, score, probability in nodes:
             place = places[parent] if parent >= 0 else -1
-            conditional = min(max(probability(drafter, score), 1e-6), 1.0)
+            conditional = min(max(probability, 1e-6), 1.0)
             node = next((child for child in self.children[place] if self.token_ids[child] == token_id), None)
             if node is None:
                 node = self._append(token_id, place, drafter, score, conditional)

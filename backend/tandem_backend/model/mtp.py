@@ -29,14 +29,19 @@ class MtpHead:
             )
         reader = WeightReader(checkpoint, config)
         hidden = config.hidden_size
-        self.decoder, self.eps = decoder, config.rms_eps
-        self.fc = kernels.pack_weight(reader.take("mtp.fc.weight", hidden, 2 * hidden))
-        self.embedding_norm = reader.norm("mtp.pre_fc_norm_embedding.weight")
-        self.hidden_norm = reader.norm("mtp.pre_fc_norm_hidden.weight")
+        self.decoder = decoder
         self.attention = Attention(reader, "mtp.layers.0.", decoder.rope)
-        self.mlp = MLP(reader, "mtp.layers.0.")
-        self.norm = reader.norm("mtp.norm.weight")
-        self.head = kernels.pack_weight(reader.head()[:vocab]) if vocab else decoder.head
+        self.kernel = kernels.MtpLayer(
+            embedding=decoder.embedding,
+            embedding_norm=reader.norm("mtp.pre_fc_norm_embedding.weight"),
+            hidden_norm=reader.norm("mtp.pre_fc_norm_hidden.weight"),
+            fc=kernels.pack_weight(reader.take("mtp.fc.weight", hidden, 2 * hidden)),
+            attention=self.attention.kernel,
+            mlp=MLP(reader, "mtp.layers.0.").kernel,
+            out_norm=reader.norm("mtp.norm.weight"),
+            head=kernels.pack_weight(reader.head()[:vocab]) if vocab else decoder.head,
+            eps=config.rms_eps,
+        )
 
     @torch.inference_mode()
     def forward(
@@ -46,21 +51,32 @@ class MtpHead:
 
         Rows `earlier` of the same draft come before these: batch.parents and batch.row_seqs cover them too.
         """
-        embedded = kernels.rms_norm(self.decoder.embed(batch.token_ids), self.embedding_norm, self.eps)
-        x = kernels.linear(torch.cat([embedded, kernels.rms_norm(hidden, self.hidden_norm, self.eps)], dim=1), self.fc)
         rows = self.attention.new_rows(len(batch.parents))
         if earlier is not None:
             num_earlier = len(earlier.keys)
             rows.keys[:num_earlier], rows.values[:num_earlier] = earlier.keys, earlier.values
-        x, rows = self.attention.forward(x, batch, kv, rows)
-        return kernels.rms_norm(self.mlp.forward(x), self.norm, self.eps), rows
+        out = kernels.mtp_layer(
+            self.kernel,
+            batch.token_ids,
+            hidden,
+            rows.keys,
+            rows.values,
+            batch.positions,
+            batch.parents,
+            batch.row_seqs,
+            batch.prefix_lens,
+            batch.block_tables,
+            kv.keys,
+            kv.values,
+        )
+        return out, rows
 
     @torch.inference_mode()
     def top_tokens(self, hidden: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The `count` likeliest tokens of each row and their probabilities within the drafted vocabulary."""
-        logits = kernels.linear(hidden, self.head)
         if count == 1:
-            ids, logprobs = kernels.argmax(logits)
+            ids, logprobs = kernels.mtp_guess(self.kernel, hidden)
             return ids[:, None].tolist(), logprobs.exp()[:, None].tolist()
-        probs, ids = torch.softmax(logits, dim=-1).topk(min(count, logits.shape[1]), dim=-1)
-        return ids.tolist(), probs.tolist()
+        logits = kernels.linear(hidden, self.kernel.head)
+        probs, top_ids = torch.softmax(logits, dim=-1).topk(min(count, logits.shape[1]), dim=-1)
+        return top_ids.tolist(), probs.tolist()

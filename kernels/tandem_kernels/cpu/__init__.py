@@ -9,6 +9,9 @@ from tandem_kernels.cpu.layers import (
     delta_layer,
     mlp_handle,
     mlp_layer,
+    mtp_guess,
+    mtp_handle,
+    mtp_layer,
 )
 from tandem_kernels.cpu.library import set_num_threads
 from tandem_kernels.cpu.ops import (
@@ -45,6 +48,9 @@ __all__ = [
     "linear",
     "mlp_handle",
     "mlp_layer",
+    "mtp_guess",
+    "mtp_handle",
+    "mtp_layer",
     "pack_weight",
     "rms_norm",
     "rope",

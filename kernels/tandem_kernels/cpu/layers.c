@@ -32,6 +32,16 @@ typedef struct {
     double eps;
 } mlp_layer;
 
+typedef struct {
+    const void *embedding;
+    const float *embedding_norm, *hidden_norm, *out_norm;
+    const attention_layer *attention;
+    const mlp_layer *mlp;
+    packed_weight fc, head;
+    int64_t embedding_is_bf16;
+    double eps;
+} mtp_layer;
+
 // Intermediate results of one block. One caller at a time; grown to the largest pass and kept.
 static pthread_mutex_t workspace_lock = PTHREAD_MUTEX_INITIALIZER;
 static float *workspace = NULL;
@@ -107,4 +117,30 @@ EXPORT void tandem_mlp_layer(const mlp_layer *l, const float *x, float *out, lon
     tandem_gate_mul(both + width, 2 * width, both, 2 * width, 1, gated, rows, width);
     apply(&l->down, gated, x, out, rows);
     return_workspace();
+}
+
+// out = norm(layer(fc([norm(embed(token)), norm(hidden)]))), all [rows, hidden]; scratch [rows, 4 * hidden]. The others as
+// in tandem_attention_layer.
+EXPORT void tandem_mtp_layer(const mtp_layer *l, const int64_t *token_ids, const float *hidden, float *keys, float *values,
+                             float *scratch, float *out, long rows, long first_row, const int32_t *positions,
+                             const int32_t *parents, const int32_t *row_seqs, const int32_t *prefix_lens,
+                             const int32_t *block_tables, long table_len, const float *k_cache, const float *v_cache,
+                             long block) {
+    long dim = l->fc.n;
+    float *both = scratch, *x = both + rows * 2 * dim, *y = x + rows * dim;
+    tandem_embed(l->embedding, (int)l->embedding_is_bf16, token_ids, x, rows, dim);
+    tandem_rms_norm(x, dim, l->embedding_norm, (float)l->eps, both, 2 * dim, rows, dim);
+    tandem_rms_norm(hidden, dim, l->hidden_norm, (float)l->eps, both + dim, 2 * dim, rows, dim);
+    apply(&l->fc, both, NULL, x, rows);
+    tandem_attention_layer(l->attention, x, keys, values, y, rows, first_row, positions, parents, row_seqs, prefix_lens,
+                           block_tables, table_len, k_cache, v_cache, block);
+    tandem_mlp_layer(l->mlp, y, x, rows);
+    tandem_rms_norm(x, dim, l->out_norm, (float)l->eps, out, dim, rows, dim);
+}
+
+// The likeliest token of each row of hidden [rows, hidden] and its log-probability; logits [rows, head.n] is scratch.
+EXPORT void tandem_mtp_guess(const mtp_layer *l, const float *hidden, float *logits, int32_t *ids, float *logprobs,
+                             long rows) {
+    apply(&l->head, hidden, NULL, logits, rows);
+    tandem_argmax(logits, ids, logprobs, rows, l->head.n);
 }

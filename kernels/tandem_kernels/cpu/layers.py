@@ -12,7 +12,7 @@ from tandem_kernels.cpu.library import load_library
 from tandem_kernels.cpu.ops import PackedWeight
 
 if TYPE_CHECKING:
-    from tandem_kernels.layers import AttentionLayer, DeltaLayer, MlpLayer
+    from tandem_kernels.layers import AttentionLayer, DeltaLayer, MlpLayer, MtpLayer
 
 _library = load_library()
 _INT, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -44,6 +44,15 @@ class _MlpLayer(ctypes.Structure):
     _fields_ = [
         ("norm", _POINTER),
         *((name, _PackedWeight) for name in ("gate_up", "down")),
+        ("eps", _FLOAT),
+    ]
+
+
+class _MtpLayer(ctypes.Structure):
+    _fields_ = [
+        *((name, _POINTER) for name in ("embedding", "embedding_norm", "hidden_norm", "out_norm", "attention", "mlp")),
+        *((name, _PackedWeight) for name in ("fc", "head")),
+        ("embedding_is_bf16", _INT),
         ("eps", _FLOAT),
     ]
 
@@ -116,6 +125,22 @@ def mlp_handle(layer: "MlpLayer") -> Handle:
     return Handle.of(structure)
 
 
+def mtp_handle(layer: "MtpLayer") -> Handle:
+    structure = _MtpLayer(
+        embedding=_address(layer.embedding),
+        embedding_norm=_address(layer.embedding_norm),
+        hidden_norm=_address(layer.hidden_norm),
+        out_norm=_address(layer.out_norm),
+        attention=layer.attention.handle.address,
+        mlp=layer.mlp.handle.address,
+        fc=_packed(layer.fc),
+        head=_packed(layer.head),
+        embedding_is_bf16=layer.embedding.dtype == torch.bfloat16,
+        eps=layer.eps,
+    )
+    return Handle.of(structure, layer.head.num_outputs)
+
+
 def attention_layer(
     handle: Handle,
     x: Tensor,
@@ -186,3 +211,51 @@ def mlp_layer(handle: Handle, x: Tensor) -> Tensor:
     out = torch.empty_like(x)
     _library.tandem_mlp_layer(handle.address, x.data_ptr(), out.data_ptr(), x.shape[0])
     return out
+
+
+def mtp_layer(
+    handle: Handle,
+    token_ids: Tensor,
+    hidden: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    positions: Tensor,
+    parents: Tensor,
+    row_seqs: Tensor,
+    prefix_lens: Tensor,
+    block_tables: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> Tensor:
+    rows, dim = hidden.shape
+    scratch, out = torch.empty(rows, 4 * dim), torch.empty(rows, dim)
+    _library.tandem_mtp_layer(
+        handle.address,
+        token_ids.data_ptr(),
+        hidden.data_ptr(),
+        keys.data_ptr(),
+        values.data_ptr(),
+        scratch.data_ptr(),
+        out.data_ptr(),
+        rows,
+        keys.shape[0] - rows,
+        positions.data_ptr(),
+        parents.data_ptr(),
+        row_seqs.data_ptr(),
+        prefix_lens.data_ptr(),
+        block_tables.data_ptr(),
+        block_tables.shape[1],
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        k_cache.shape[2],
+    )
+    return out
+
+
+def mtp_guess(handle: Handle, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    rows = hidden.shape[0]
+    logits, ids, logprobs = torch.empty(rows, handle.width), torch.empty(rows, dtype=torch.int32), torch.empty(rows)
+    _library.tandem_mtp_guess(
+        handle.address, hidden.data_ptr(), logits.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), rows
+    )
+    return ids, logprobs

@@ -33,6 +33,8 @@ SIGNATURES: dict[str, list[type]] = {
     "tandem_attention_layer": [P, P, P, P, P, L, L, P, P, P, P, P, L, P, P, L],
     "tandem_delta_layer": [P, P, P, P, P, L, L, P, P, P, P, P, P],
     "tandem_mlp_layer": [P, P, P, L],
+    "tandem_mtp_layer": [P, P, P, P, P, P, P, L, L, P, P, P, P, P, L, P, P, L],
+    "tandem_mtp_guess": [P, P, P, P, P, L],
     "tandem_store_kv": [P, P, L, P, P, P, P, L, L, L, L],
 }
 

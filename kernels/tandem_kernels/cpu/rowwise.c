@@ -180,6 +180,19 @@ EXPORT void tandem_update_conv_state(const float *x, long ldx, float *state, con
     }
 }
 
+// out [rows, dim]: rows of a float or bfloat16 table.
+EXPORT void tandem_embed(const void *table, int is_bf16, const int64_t *token_ids, float *out, long rows, long dim) {
+    for (long row = 0; row < rows; row++) {
+        if (!is_bf16) {
+            memcpy(out + row * dim, (const float *)table + token_ids[row] * dim, dim * sizeof(float));
+            continue;
+        }
+        const uint16_t *source = (const uint16_t *)table + token_ids[row] * dim;
+        uint32_t *target = (uint32_t *)(out + row * dim);
+        for (long i = 0; i < dim; i++) target[i] = (uint32_t)source[i] << 16;
+    }
+}
+
 typedef struct {
     const float *logits;
     int32_t *ids;

@@ -18,6 +18,7 @@ from tandem_backend.model.layers import AttentionRows
 from tandem_backend.model.mtp import MtpHead
 from tandem_backend.model.state import KVLayer
 
+_NONE = torch.empty(0, dtype=torch.int32)  # an attention layer reads no slots
 MAX_PENDING_ROWS = 64  # more are written at once: prompts
 
 
@@ -141,7 +142,9 @@ class MtpDrafter:
         seq_of: list[int] = []
         parents: list[int] = []
         earlier: AttentionRows | None = None
+        prefix_lens, tables = _prefixes(drafts)
         while True:
+            begun = time.perf_counter()
             first = [len(draft.token_ids) for draft in drafts]
             self._add_children(drafts, frontier, hidden)
             parent_rows = {node: row for row, node in enumerate(frontier)}
@@ -152,16 +155,14 @@ class MtpDrafter:
             ]
             if not frontier:
                 return
-            begun = time.perf_counter()
             for seq, node in frontier:
                 parent = drafts[seq].parents[node]
                 rows_of[seq, node] = len(seq_of)
                 parents.append(rows_of[seq, parent] if parent >= 0 else -1)
                 seq_of.append(seq)
             inputs = hidden[[parent_rows[seq, drafts[seq].parents[node]] for seq, node in frontier]]
-            hidden, earlier = self.head.forward(
-                inputs, _draft_batch(drafts, frontier, parents, seq_of), self.kv, earlier
-            )
+            batch = _draft_batch(drafts, frontier, parents, seq_of, prefix_lens, tables)
+            hidden, earlier = self.head.forward(inputs, batch, self.kv, earlier)
             self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
 
     def _add_children(self, drafts: Sequence[_Draft], frontier: Sequence[tuple[int, int]], hidden: Tensor) -> None:
@@ -173,27 +174,35 @@ class MtpDrafter:
                     draft.add(node, token_id, prob)
 
 
-def _draft_batch(
-    drafts: Sequence[_Draft], frontier: Sequence[tuple[int, int]], parents: list[int], seq_of: list[int]
-) -> RowBatch:
-    """The frontier's rows; parents and row_seqs cover the rows of earlier depths too."""
+def _prefixes(drafts: Sequence[_Draft]) -> tuple[Tensor, Tensor]:
+    """Written positions and block tables, by sequence."""
     contexts = [draft.context for draft in drafts]
-    longest = max(len(context.block_table) for context in contexts)
-    tables = torch.zeros(len(contexts), max(longest, 1), dtype=torch.int32)
+    tables = torch.zeros(len(contexts), max(len(context.block_table) for context in contexts), dtype=torch.int32)
     for seq, context in enumerate(contexts):
         tables[seq, : len(context.block_table)] = torch.tensor(context.block_table, dtype=torch.int32)
     prefix_lens = [len(context.token_ids) - 1 for context in contexts]
-    positions = [prefix_lens[seq] + drafts[seq].depths[node] - 1 for seq, node in frontier]
-    empty = torch.empty(0, dtype=torch.int32)
+    return torch.tensor(prefix_lens, dtype=torch.int32), tables
+
+
+def _draft_batch(
+    drafts: Sequence[_Draft],
+    frontier: Sequence[tuple[int, int]],
+    parents: list[int],
+    seq_of: list[int],
+    prefix_lens: Tensor,
+    tables: Tensor,
+) -> RowBatch:
+    """The frontier's rows; parents and row_seqs cover the rows of earlier depths too."""
+    positions = [len(drafts[seq].context.token_ids) + drafts[seq].depths[node] - 2 for seq, node in frontier]
     return RowBatch(
         token_ids=torch.tensor([drafts[seq].token_ids[node] for seq, node in frontier]),
         positions=torch.tensor(positions, dtype=torch.int32),
         parents=torch.tensor(parents, dtype=torch.int32),
         row_seqs=torch.tensor(seq_of, dtype=torch.int32),
-        row_slots=empty,
-        seq_starts=empty,
-        slots=empty,
-        prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32),
+        row_slots=_NONE,
+        seq_starts=_NONE,
+        slots=_NONE,
+        prefix_lens=prefix_lens,
         block_tables=tables,
         logit_rows=None,
         starts=(0, len(frontier)),
