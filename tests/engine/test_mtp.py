@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mtp drafter's kept KV: its drafts are those of one that computes everything anew, to the bit.
+
+A wrong row of it changes no text, only how often a draft is accepted: comparing with plain decoding shows nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import VOCAB_SIZE, EngineDriver, engine_config
+from session_requests import start, turn
+from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
+from tandem_backend.engine.drafters.mtp import MtpDrafter
+from tandem_backend.model.batch import SequenceRows, build_batch
+from tandem_backend.model.checkpoint import Checkpoint
+from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.mtp import MtpHead
+from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer
+from tandem_backend.types import Prompt, Request, SamplingParams
+from torch import Tensor
+
+NUM_BLOCKS = 64
+
+
+class Recomputed:
+    """Guesses from nothing but the target's hidden states and the tokens."""
+
+    def __init__(self, head: MtpHead) -> None:
+        self.head = head
+        self.kv = allocate_kv_layer(head.decoder.config, NUM_BLOCKS)
+        for part in (self.kv.keys, self.kv.values):
+            part.fill_(float("nan"))
+
+    def guesses(
+        self, hidden: Tensor, token_ids: Sequence[int], path: Sequence[int], top_k: int
+    ) -> list[tuple[int, float]]:
+        """The top_k tokens after token_ids (one more than rows of hidden) and the drafted `path`, with probabilities.
+
+        Each row of the path is computed in a pass of its own over all rows, from the output of the row before it.
+        """
+        out = hidden[:0]
+        for drafted in range(len(path) + 1):
+            inputs = torch.cat([hidden, out[len(token_ids) - 2 :]])
+            tokens = [*token_ids[1:], *path[:drafted]]
+            batch = build_batch([SequenceRows(tokens, 0, 0, range(NUM_BLOCKS))])
+            out, _ = self.head.forward(inputs, batch, self.kv)
+        ids, probs = self.head.top_tokens(out[-1:], top_k)
+        return list(zip(ids[0], probs[0], strict=True))
+
+
+class ComparedMtp:
+    """An MtpDrafter of which every draft is compared with `Recomputed`."""
+
+    name = "mtp"
+
+    def __init__(self, inner: MtpDrafter) -> None:
+        self.inner, self.reference = inner, Recomputed(inner.head)
+        self.hidden: dict[int, list[Tensor]] = {}
+        self.num_compared = self.num_different = 0
+
+    def begin(self, key: int) -> None:
+        self.hidden[key] = []
+        self.inner.begin(key)
+
+    def end(self, key: int) -> None:
+        self.hidden.pop(key, None)
+        self.inner.end(key)
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        for item in rows:
+            assert item.start == len(self.hidden[item.key]), "a gap in what was committed"
+            self.hidden[item.key] += item.hidden.clone()
+        self.inner.observe(rows)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
+        proposals = self.inner.propose(contexts)
+        for context, proposal in zip(contexts, proposals, strict=True):
+            self.compare(context, proposal)
+        return proposals
+
+    def compare(self, context: DraftContext, proposal: Proposal) -> None:
+        hidden = torch.stack(self.hidden[context.key])
+        paths: list[list[int]] = []
+        for token_id, parent in zip(proposal.token_ids, proposal.parents, strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else []), token_id])
+        for path, score in zip(paths, proposal.scores, strict=True):
+            expected = self.reference.guesses(hidden, context.token_ids, path[:-1], self.inner.top_k)
+            self.num_compared += 1
+            self.num_different += (path[-1], score) not in expected
+
+
+def drafter(checkpoint: Path, width: int, top_k: int, kind: type[MtpDrafter] = MtpDrafter) -> ComparedMtp:
+    decoder = Decoder(checkpoint)
+    kv = allocate_kv_layer(decoder.config, 128)
+    head = MtpHead(decoder, Checkpoint(checkpoint), VOCAB_SIZE)
+    return ComparedMtp(kind(head, kv, KV_BLOCK, width=width, top_k=top_k))
+
+
+def compare(hybrid: Path, mtp: ComparedMtp) -> None:
+    """Decode three requests together and two turns of a sequence with it; other drafts are accepted too."""
+    config = engine_config(
+        hybrid, drafters=("lookup",), router="always", max_draft_tokens=6, max_prefill_rows=50, joint_prefill_rows=20
+    )
+    driver = EngineDriver(config, {"mtp": mtp})
+    params = SamplingParams(max_tokens=12, ignore_eos=True, drafter="mtp+lookup")
+    driver.run(start("first", (3, 4) * 5, params=params))
+    for n, prompt in enumerate([(5,), (3, 4) * 30, tuple(range(3, 31)) * 3]):
+        driver.add(Request(request_id=str(n), prompt=Prompt(token_ids=prompt), params=params))
+    driver.add(turn("second", (9, 8), params=params))
+    driver.finish()
+    assert mtp.num_compared > 100
+
+
+@pytest.mark.parametrize(("width", "top_k"), [(1, 1), (1, 3), (3, 2)])
+def test_a_kept_mtp_drafts_as_a_recomputed_one(hybrid: Path, width: int, top_k: int) -> None:
+    mtp = drafter(hybrid, width, top_k)
+    compare(hybrid, mtp)
+    assert mtp.num_different == 0
+
+
+class TokensOffByOne(MtpDrafter):
+    """A row is put together with its own token instead of the next one."""
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        shifted = [replace(item, next_token_ids=[0, *item.next_token_ids[:-1]]) for item in rows]
+        super().observe(shifted)
+
+
+class PositionsOffByOne(MtpDrafter):
+    """The KV of position i is written at i + 1."""
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        for item in rows:
+            track = self._tracks[item.key]
+            if track.num_written == 0 and not track.pending:
+                track.num_written = 1
+        super().observe([replace(item, start=item.start + 1) for item in rows])
+
+    def _is_in_step(self, context: DraftContext) -> bool:
+        return self._tracks[context.key].num_rows == len(context.token_ids)
+
+
+class HiddenOfAnotherRow(MtpDrafter):
+    """All rows of a round get the hidden state of its first, as if nothing after the anchor had been accepted."""
+
+    def observe(self, rows: Sequence[CommittedRows]) -> None:
+        super().observe([replace(item, hidden=item.hidden[:1].expand_as(item.hidden)) for item in rows])
+
+
+@pytest.mark.parametrize("broken", [TokensOffByOne, PositionsOffByOne, HiddenOfAnotherRow])
+def test_the_comparison_sees_the_bug(hybrid: Path, broken: type[MtpDrafter]) -> None:
+    mtp = drafter(hybrid, 1, 1, broken)
+    compare(hybrid, mtp)
+    assert mtp.num_different > mtp.num_compared / 10
