@@ -133,8 +133,27 @@ def test_top_k_1_is_greedy_at_any_temperature() -> None:
 
 
 @pytest.mark.parametrize(
+    ("sampling", "drafter"),
+    [
+        ({"draft": False}, "none"),
+        ({"draft": "off"}, "none"),
+        ({"draft": "off", "drafter": "none"}, "none"),
+        ({"draft": "on"}, None),
+        ({"draft": True, "drafter": "lookup"}, "lookup"),
+        ({"draft": None, "drafter": "mtp"}, "mtp"),
+    ],
+)
+def test_draft_is_a_switch(sampling: dict[str, Any], drafter: str | None) -> None:
+    assert params(sampling=sampling).drafter == drafter
+    assert params(parameters=json.dumps(sampling)).drafter == drafter
+
+
+@pytest.mark.parametrize(
     ("sampling", "message"),
     [
+        ({"draft": False, "drafter": "mtp+lookup"}, "draft: is off, but drafter is 'mtp\\+lookup'"),
+        ({"draft": "on", "drafter": "none"}, "draft: is on, but drafter is 'none'"),
+        ({"draft": "perhaps"}, "draft: .*got 'perhaps'"),
         ({"temperature": 0.7}, r"temperature: only 0 \(greedy decoding\) is supported, got 0.7"),
         ({"temperature": "0.1"}, r"temperature: only 0 \(greedy decoding\) is supported, got '0.1'"),
         ({"temperature": "warm"}, "temperature: .*number.*, got 'warm'"),
@@ -225,7 +244,19 @@ json_values = st.recursive(
     max_leaves=5,
 )
 names = st.sampled_from(
-    ["max_tokens", "min_tokens", "stop", "stop_token_ids", "temperature", "top_k", "seed", "drafter", "strict", "other"]
+    [
+        "max_tokens",
+        "min_tokens",
+        "stop",
+        "stop_token_ids",
+        "temperature",
+        "top_k",
+        "seed",
+        "drafter",
+        "draft",
+        "strict",
+        "other",
+    ]
 )
 
 

@@ -13,6 +13,7 @@ from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import SamplingParams
 
 MAX_STOP_STRINGS = 16
+NO_DRAFTER = "none"
 
 
 def _no_bool(value: Any) -> Any:
@@ -81,6 +82,7 @@ class SamplingFields(BaseModel):
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     drafter: Annotated[str, Field(min_length=1)] | None = None
+    draft: bool | None = None  # false is short for drafter "none"
     num_draft_tokens: Annotated[Integer, Field(ge=0)] | None = None
     seed: Integer | None = None  # greedy decoding draws nothing, so any seed is right
 
@@ -116,6 +118,13 @@ class SamplingFields(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _draft_agrees_with_drafter(self) -> "SamplingFields":
+        if None not in (self.draft, self.drafter) and self.draft == (self.drafter == NO_DRAFTER):
+            switch = "on" if self.draft else "off"
+            raise InvalidRequestError(f"draft: is {switch}, but drafter is {self.drafter!r}; send one of the two")
+        return self
+
 
 def unknown_names(values: Mapping[str, Any]) -> list[str]:
     return [name for name in values if name not in SamplingFields.model_fields]
@@ -137,7 +146,7 @@ def parse_sampling(values: Mapping[str, Any]) -> SamplingParams:
         stop_token_ids=fields.stop_token_ids,
         ignore_eos=fields.ignore_eos,
         include_stop=fields.include_stop_str_in_output,
-        drafter=fields.drafter,
+        drafter=NO_DRAFTER if fields.draft is False else fields.drafter,
         num_draft_tokens=fields.num_draft_tokens,
     )
 
