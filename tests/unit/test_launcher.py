@@ -67,6 +67,7 @@ def test_start_and_stop(tmp_path: Path, wheel: Path, repository: Path) -> None:
         arguments = _logged(log, "ARGS")
         for expected in (
             f"--model-repository={repository}",
+            "--backend-config=python,thread-pool-size=320",
             "--exit-timeout-secs=5",
             "--http-address=127.0.0.1",
             "--grpc-address=127.0.0.1",

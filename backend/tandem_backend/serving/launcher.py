@@ -23,6 +23,9 @@ from tandem_backend.serving.installation import LaunchError, TritonInstallation,
 __all__ = ["LaunchError", "TritonInstallation", "TritonServer", "find_triton_server", "interrupt_on_signals"]
 
 _POLL_S = 0.1
+# A request that tandem_generate forwards holds one of these threads until its first token. With Triton server's 32 the
+# 33rd would wait there, unseen by the engine. tandem_generate takes 300 requests at once; the rest is to spare.
+_BLS_THREADS = 320
 _EXIT_GRACE_S = 15  # the server may take this much longer than its exit timeout
 # Lines of the server's log that never say why it failed; a machine without a GPU has the last two.
 _NOISE = re.compile(r"[IW]\d{4} |[+|]|\s*$|E\d{4} .*CudaDriverHelper|Error: Failed to initialize NVML")
@@ -136,6 +139,7 @@ class TritonServer:
             str(installation.binary),
             f"--model-repository={self._model_repository.absolute()}",
             f"--backend-directory={installation.assemble_backend_dir(self._run_dir)}",
+            f"--backend-config=python,thread-pool-size={_BLS_THREADS}",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
             f"--exit-timeout-secs={self._exit_timeout_s}",
             *(f"--{name}-address={self._host}" for name in ("http", "grpc", "metrics")),
