@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tandem_backend.errors import InvalidRequestError
-from tandem_backend.types import FinishReason, Request, SequenceId, StepOutput
+from tandem_backend.types import EngineCounters, FinishReason, Request, SequenceId, StepOutput
 
 # A step that raises it fails as a whole, as an engine bug would.
 Script = Sequence[StepOutput | Exception]
@@ -36,6 +36,7 @@ class ScriptedEngine:
         self.requests: dict[str, Request] = {}
         self.sessions: set[SequenceId] = set()
         self.num_sweeps = 0
+        self.num_rounds = 0
         self._left: dict[str, list[StepOutput | Exception]] = {}
         self._cancelled: set[str] = set()
 
@@ -68,6 +69,7 @@ class ScriptedEngine:
 
     def step(self) -> list[StepOutput]:
         time.sleep(0.001)
+        self.num_rounds += 1
         outputs = []
         for request_id, script in list(self._left.items()):
             if request_id in self._cancelled:
@@ -86,3 +88,9 @@ class ScriptedEngine:
     def sweep(self) -> int:
         self.num_sweeps += 1
         return 0
+
+    def statistics(self) -> dict[str, float]:
+        return {"num_active": len(self._left)}
+
+    def counters(self) -> EngineCounters:
+        return EngineCounters(num_rounds=self.num_rounds)

@@ -74,6 +74,45 @@ class Logger:
     log_warn = log_error = log_info
 
 
+class Metric:
+    """One time series; counters only grow, gauges are set."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self.number = 0.0
+        self.num_writes = 0
+
+    def increment(self, value: float) -> None:
+        if self._kind == MetricFamily.COUNTER and value < 0:
+            raise TritonModelException("TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically")
+        self.number += value
+        self.num_writes += 1
+
+    def set(self, value: float) -> None:
+        if self._kind == MetricFamily.COUNTER:
+            raise TritonModelException("TRITONSERVER_METRIC_KIND_COUNTER does not support Set")
+        self.number = float(value)
+        self.num_writes += 1
+
+    def value(self) -> float:
+        return self.number
+
+
+class MetricFamily:
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    series: dict[str, Metric] = {}  # noqa: RUF012 (the server's registry, by name and labels; a fixture empties it)
+
+    def __init__(self, *, name: str, description: str, kind: str) -> None:
+        assert description
+        self._name = name
+        self._kind = kind
+
+    def Metric(self, *, labels: dict[str, str]) -> Metric:
+        text = ",".join(f'{name}="{value}"' for name, value in labels.items())
+        return self.series.setdefault(f"{self._name}{{{text}}}", Metric(self._kind))
+
+
 class ResponseSender:
     """Records responses. `broken_sends` are the numbers of the sends that raise and deliver nothing."""
 

@@ -14,3 +14,10 @@ def log() -> list[str]:
     """What was written to Triton's log during the test."""
     pb_utils.Logger.lines.clear()
     return pb_utils.Logger.lines
+
+
+@pytest.fixture(autouse=True)
+def registry() -> dict[str, pb_utils.Metric]:
+    """The server's metrics of the test by name and labels."""
+    pb_utils.MetricFamily.series.clear()
+    return pb_utils.MetricFamily.series

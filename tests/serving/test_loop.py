@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine loop against scripted engines: every request ends in one FINAL, whatever happens to it."""
 
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_backend.errors import InternalError, UnavailableError
 from tandem_backend.serving import loop as loop_module
-from tandem_backend.serving.loop import EngineLoop
+from tandem_backend.serving.loop import EngineLoop, Report
 from tandem_backend.serving.request import ResponseOptions
 from tandem_backend.serving.response import Responder
-from tandem_backend.types import FinishReason, Prompt, Request, SequenceId, StepOutput
+from tandem_backend.types import EngineCounters, FinishReason, Prompt, Request, SequenceId, StepOutput
 
 DONE = chunk("end", finish_reason=FinishReason.STOP)
 FAILED = StepOutput(request_id="", error=InternalError("the round failed"))
@@ -27,9 +28,9 @@ STREAM = ResponseOptions(stream=True, return_finish_reason=True)
 class Harness:
     """A running loop and the senders of what was submitted to it."""
 
-    def __init__(self, scripts: dict[str, Script]) -> None:
+    def __init__(self, scripts: dict[str, Script], report: Report | None = None) -> None:
         self.engine = ScriptedEngine(scripts)
-        self.loop = EngineLoop(self.engine)
+        self.loop = EngineLoop(self.engine, report)
         self.senders: dict[str, ResponseSender] = {}
 
     def submit(
@@ -57,8 +58,8 @@ class Harness:
 
 
 @contextmanager
-def running(scripts: dict[str, Script]) -> Iterator[Harness]:
-    harness = Harness(scripts)
+def running(scripts: dict[str, Script], report: Report | None = None) -> Iterator[Harness]:
+    harness = Harness(scripts, report)
     harness.loop.start()
     try:
         yield harness
@@ -105,7 +106,7 @@ def test_nothing_but_the_end_is_sent_to_a_client_that_has_gone() -> None:
     loop.submit(FakePrepared(request, 1), Responder(sender, STREAM))
     loop._poll_cancelled()
     for output in (chunk("late"), chunk(finish_reason=FinishReason.CANCELLED)):
-        loop._deliver(replace(output, request_id="1"))
+        loop._deliver([replace(output, request_id="1")])
     assert (sender.text(), len(sender.responses), sender.num_finals) == ("", 1, 1)
 
 
@@ -181,6 +182,34 @@ def test_idle_sessions_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "SWEEP_INTERVAL_S", 0.01)
     with running({}) as harness:
         wait_until(lambda: harness.engine.num_sweeps > 2)
+
+
+def test_the_engine_is_reported_while_it_runs_and_after_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "REPORT_INTERVAL_S", 0.03)
+    monkeypatch.setattr(loop_module, "END_REPORT_DELAY_S", 0.0)
+    reports: list[tuple[float, int, str]] = []
+
+    def report(statistics: Mapping[str, float], counters: EngineCounters) -> None:
+        thread = threading.current_thread().name
+        reports.append((statistics["num_active"], counters.num_rounds, thread))
+        if len(reports) == 2:
+            raise ValueError("a metric that can't be written")
+
+    with running({"endless": ENDLESS, "one": [DONE]}, report) as harness:
+        endless = harness.submit("endless")
+        wait_until(lambda: len([active for active, *_ in reports if active == 1]) > 3)
+        monkeypatch.setattr(loop_module, "REPORT_INTERVAL_S", 100.0)
+        wait_until(lambda: harness.loop._next_report_s > time.monotonic() + 50)
+        num_reports = len(reports)
+        harness.submit("one").wait()
+        wait_until(lambda: len(reports) > num_reports)
+        endless.cancelled = True
+        endless.wait()
+        wait_until(lambda: reports[-1][0] == 0)
+    assert {thread for *_, thread in reports} == {"sender"}
+    rounds = [number for _, number, _ in reports]
+    assert rounds == sorted(rounds)
+    assert rounds[-1] > rounds[0]
 
 
 outputs = st.sampled_from([chunk("x "), chunk(), DONE, FAILED, ValueError("boom")])

@@ -2,13 +2,14 @@
 """The Triton model `tandem` from initialize() to finalize(), on a scripted engine."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes.engine import ScriptedEngine, chunk
-from fakes.pb_utils import InferenceRequest, TritonModelException
+from fakes.pb_utils import InferenceRequest, Metric, TritonModelException
 from tandem_backend.config import EngineConfig
 from tandem_backend.serving import model as model_module
 from tandem_backend.serving.model import TritonPythonModel
@@ -35,7 +36,12 @@ def arguments(folder: Path, **config: Any) -> dict[str, str]:
         "sequence_batching": {"max_sequence_idle_microseconds": 60_000_000, "oldest": {}},
         "parameters": {"max_active": {"string_value": "3"}},
     }
-    return {"model_config": json.dumps(values | config), "model_repository": str(folder), "model_version": "1"}
+    return {
+        "model_config": json.dumps(values | config),
+        "model_repository": str(folder),
+        "model_name": "tandem",
+        "model_version": "1",
+    }
 
 
 @pytest.fixture
@@ -58,6 +64,7 @@ def test_the_engine_is_configured_from_both_files(model: TritonPythonModel, tmp_
     [
         ({"max_batch_size": 4}, "max_batch_size"),
         ({"parameters": {"max_active": {"string_value": "many"}}}, "max_active"),
+        ({"parameters": {"REPORT_CUSTOM_METRICS": {"string_value": "maybe"}}}, "REPORT_CUSTOM_METRICS: .*'maybe'"),
     ],
 )
 def test_a_wrong_configuration_fails_the_load_by_name(
@@ -129,6 +136,36 @@ def test_stop_ends_a_running_turn(model: TritonPythonModel) -> None:
     model.execute([stop])
     assert turn.sender.wait()[-1].value("finish_reason") == ["cancelled"]
     assert [response.value("text_output") for response in stop.sender.wait()] == [[""]]
+
+
+def test_requests_are_counted_by_their_outcome(model: TritonPythonModel, registry: dict[str, Metric]) -> None:
+    def count(outcome: str) -> float:
+        name = f'tandem_requests_total{{model="tandem",version="1",outcome="{outcome}"}}'
+        return registry[name].number if name in registry else -1
+
+    requests = [InferenceRequest.of(text_input="short") for _ in range(3)]
+    refused = InferenceRequest.of(text_input="")
+    turn = InferenceRequest.of(text_input="endless", sequence_id=5, flags=1)
+    stop = InferenceRequest.of(stop=True, sequence_id=5, flags=2)
+    model.execute([*requests, refused, turn, stop])
+    deadline = time.monotonic() + 10
+    expected = {"stop": 3, "error": 1, "cancelled": 1, "length": 0}  # closing a sequence is no generation
+    while {outcome: count(outcome) for outcome in expected} != expected:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_metrics_can_be_turned_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: dict[str, Metric]
+) -> None:
+    monkeypatch.setattr(model_module, "Engine", Engine)
+    model = TritonPythonModel()
+    model.initialize(arguments(tmp_path, parameters={"REPORT_CUSTOM_METRICS": {"string_value": "false"}}))
+    request = InferenceRequest.of(text_input="short")
+    model.execute([request])
+    request.sender.wait()
+    model.finalize()
+    assert registry == {}
 
 
 def test_unloading_answers_live_requests(model: TritonPythonModel) -> None:

@@ -2,26 +2,32 @@
 """Two threads between Triton and the engine: one runs rounds and never sends, one sends and never computes."""
 
 import logging
+import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tandem_backend.errors import InternalError, TandemError, UnavailableError
 from tandem_backend.serving.response import Responder
-from tandem_backend.types import FinishReason, SequenceId, StepOutput
+from tandem_backend.types import EngineCounters, FinishReason, SequenceId, StepOutput
 
 if TYPE_CHECKING:
     from tandem_backend.engine import Engine, PreparedRequest
 
 SWEEP_INTERVAL_S = 5.0
 POLL_INTERVAL_S = 0.1
+REPORT_INTERVAL_S = 1.0
+# After the end of a request: soon, and once for all that end together.
+END_REPORT_DELAY_S = 0.1
 # After a failed round, so that an engine that fails every time does not fill the log.
 FAILURE_PAUSE_S = 0.1
 
 log = logging.getLogger(__name__)
+
+Report = Callable[[Mapping[str, float], EngineCounters], None]
 
 
 class EngineLoop:
@@ -29,12 +35,15 @@ class EngineLoop:
 
     The engine thread takes commands (add, cancel, close) between rounds. Outputs go through a queue to the sender
     thread, because one send costs 0.2 ms and up: 32 streams would hold back each round by several milliseconds.
+    There `report` gets the engine's statistics and counters, about once a second and after a request has ended.
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "Engine", report: Report | None = None) -> None:
         self._engine = engine
+        self._report = report
+        self._next_report_s = 0.0 if report else math.inf  # engine thread only
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outputs: queue.SimpleQueue[Iterable[StepOutput] | None] = queue.SimpleQueue()
+        self._deliveries: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards _live and _closed
         self._live: dict[str, Responder] = {}
         self._closed = False
@@ -68,7 +77,7 @@ class EngineLoop:
         self._commands.put(lambda: None)  # wakes the engine thread
         engine_thread, sender_thread = self._threads
         engine_thread.join(timeout_s / 2)
-        self._outputs.put(None)
+        self._deliveries.put(None)
         sender_thread.join(timeout_s / 2)
 
     def _register(self, request_id: str, responder: Responder) -> None:
@@ -83,15 +92,24 @@ class EngineLoop:
         next_sweep = time.monotonic() + SWEEP_INTERVAL_S
         while not self._stopping.is_set():
             try:
-                self._take_commands(timeout_s=0 if self._engine.has_work() else SWEEP_INTERVAL_S)
+                self._take_commands(self._idle_s())
                 if self._engine.has_work():
                     self._emit(self._engine.step())
+                if self._report is not None and time.monotonic() >= self._next_report_s:
+                    self._deliveries.put(partial(self._report, self._engine.statistics(), self._engine.counters()))
+                    self._next_report_s = time.monotonic() + REPORT_INTERVAL_S
                 if time.monotonic() >= next_sweep:
                     self._engine.sweep()
                     next_sweep = time.monotonic() + SWEEP_INTERVAL_S
             except Exception as error:
                 log.exception("the engine failed")
                 self._abandon(error)
+
+    def _idle_s(self) -> float:
+        """How long the engine thread may wait for a command."""
+        if self._engine.has_work():
+            return 0
+        return min(max(self._next_report_s - time.monotonic(), 0), SWEEP_INTERVAL_S)
 
     def _take_commands(self, timeout_s: float) -> None:
         try:
@@ -103,8 +121,11 @@ class EngineLoop:
             return
 
     def _emit(self, outputs: list[StepOutput]) -> None:
-        self._in_engine.difference_update(output.request_id for output in outputs if output.is_last)
-        self._outputs.put(outputs)
+        ended = [output.request_id for output in outputs if output.is_last]
+        self._in_engine.difference_update(ended)
+        self._deliveries.put(partial(self._deliver, outputs))
+        if ended and self._report is not None:
+            self._next_report_s = min(self._next_report_s, time.monotonic() + END_REPORT_DELAY_S)
 
     def _add(self, prepared: "PreparedRequest") -> None:
         request_id = prepared.request.request_id
@@ -125,7 +146,8 @@ class EngineLoop:
     def _abandon(self, error: Exception) -> None:
         """The engine failed outside its own error handling: answer everything it holds, and go on."""
         lost, self._in_engine = self._in_engine, set()
-        self._outputs.put([StepOutput(request_id=request_id, error=_internal(error)) for request_id in lost])
+        outputs = [StepOutput(request_id=request_id, error=_internal(error)) for request_id in lost]
+        self._deliveries.put(partial(self._deliver, outputs))
         for request_id in lost:
             try:
                 self._engine.cancel(request_id)
@@ -139,20 +161,25 @@ class EngineLoop:
         next_poll = time.monotonic() + POLL_INTERVAL_S
         while True:
             try:
-                outputs = self._outputs.get(timeout=max(next_poll - time.monotonic(), 0))
+                deliver = self._deliveries.get(timeout=max(next_poll - time.monotonic(), 0))
+                if deliver is None:
+                    break
+                deliver()
             except queue.Empty:
-                outputs = ()
-            if outputs is None:
-                break
-            for output in outputs:
-                self._deliver(output)
+                pass
+            except Exception:
+                log.exception("a delivery failed")
             if time.monotonic() >= next_poll:
                 self._poll_cancelled()
                 next_poll = time.monotonic() + POLL_INTERVAL_S
         for responder in self._snapshot().values():
             responder.fail(UnavailableError("the model is being unloaded"))
 
-    def _deliver(self, output: StepOutput) -> None:
+    def _deliver(self, outputs: Iterable[StepOutput]) -> None:
+        for output in outputs:
+            self._deliver_one(output)
+
+    def _deliver_one(self, output: StepOutput) -> None:
         with self._lock:
             responder = self._live.get(output.request_id)
         if responder is None:  # answered before: abandoned, or its response could not be sent

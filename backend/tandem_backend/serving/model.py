@@ -13,7 +13,8 @@ from tandem_backend.engine import Engine
 from tandem_backend.errors import InternalError, TandemError
 from tandem_backend.serving.log import log_to_triton
 from tandem_backend.serving.loop import EngineLoop
-from tandem_backend.serving.model_config import check_model_config, engine_overrides
+from tandem_backend.serving.metrics import Metrics
+from tandem_backend.serving.model_config import check_model_config, engine_overrides, reports_metrics
 from tandem_backend.serving.request import parse_request
 from tandem_backend.serving.response import Responder
 from tandem_backend.serving.watchdog import exit_with_parent
@@ -30,11 +31,13 @@ class TritonPythonModel:
         path = Path(args["model_repository"]) / args["model_version"] / "engine.json"
         try:
             check_model_config(config)
+            metrics = Metrics(args["model_name"], args["model_version"]) if reports_metrics(config) else None
             self._engine = Engine(load_engine_config(path, engine_overrides(config)))
         except TandemError as error:
             raise pb_utils.TritonModelException(error.wire()) from error
         self._request_ids = (str(number) for number in itertools.count(1))
-        self._loop = EngineLoop(self._engine)
+        self._on_end = metrics.count_request if metrics else None
+        self._loop = EngineLoop(self._engine, metrics.update if metrics else None)
         self._loop.start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -52,10 +55,10 @@ class TritonPythonModel:
         try:
             self._submit(request, sender)
         except TandemError as error:
-            Responder(sender).fail(error)
+            Responder(sender, on_end=self._on_end).fail(error)
         except Exception as error:
             pb_utils.Logger.log_error(f"a request failed before it ran: {type(error).__name__}: {error}")
-            Responder(sender).fail(InternalError(f"{type(error).__name__}: {error}"))
+            Responder(sender, on_end=self._on_end).fail(InternalError(f"{type(error).__name__}: {error}"))
 
     def _submit(self, request: Any, sender: Any) -> None:
         request_id = next(self._request_ids)
@@ -67,4 +70,5 @@ class TritonPythonModel:
             self._loop.close_sequence(parsed.sequence_id, request_id, Responder(sender, parsed.options))
             return
         prepared = self._engine.prepare(parsed.request)
-        self._loop.submit(prepared, Responder(sender, parsed.options, prepared.num_prompt_tokens))
+        responder = Responder(sender, parsed.options, prepared.num_prompt_tokens, self._on_end)
+        self._loop.submit(prepared, responder)

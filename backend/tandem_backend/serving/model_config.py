@@ -9,6 +9,8 @@ from tandem_backend.errors import ConfigError
 
 # Triton server fills it in when the field is absent: far too short for a chat.
 TRITON_DEFAULT_IDLE_US = 1_000_000
+METRICS_PARAMETER = "REPORT_CUSTOM_METRICS"  # the name that vLLM's backend gave it
+SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def check_model_config(config: Mapping[str, Any]) -> None:
@@ -52,6 +54,14 @@ def engine_overrides(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     overrides: dict[str, Any] = {key: value for key, value in parameters.items() if key in EngineConfig.model_fields}
     return overrides | {"session_idle_s": _idle_us(config) / 1e6}
+
+
+def reports_metrics(config: Mapping[str, Any]) -> bool:
+    """Whether REPORT_CUSTOM_METRICS is on, as it is by default. Raises ConfigError for what is neither on nor off."""
+    value = string_parameters(config).get(METRICS_PARAMETER, "true")
+    if value.lower() not in SWITCH:
+        raise ConfigError(f"config.pbtxt: parameters.{METRICS_PARAMETER}: must be true or false, got {value!r}")
+    return SWITCH[value.lower()]
 
 
 def string_parameters(config: Mapping[str, Any]) -> dict[str, str]:
