@@ -87,11 +87,9 @@ def test_a_failed_forward_is_answered(serve: Callable[..., Inner], failure: Exce
 
 
 def test_cancelling_stops_the_inner_request(serve: Callable[..., Inner]) -> None:
-    inner: Inner
-
     def endless(_: InferenceRequest) -> Iterator[InferenceResponse]:
         yield text("a")
-        assert inner.stopped.wait(10)
+        assert InferenceRequest.handler.stopped.wait(10)
         yield text("b")
 
     request = InferenceRequest.of(text_input="x")
