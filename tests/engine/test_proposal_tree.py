@@ -13,11 +13,6 @@ from tandem_backend.engine.proposal_tree import ProposalTree
 ANCHOR = 99
 
 
-def raw(_: str, score: float) -> float:
-    """The drafter's own score as the probability."""
-    return score
-
-
 @st.composite
 def proposals(draw: st.DrawFn, max_nodes: int = 8) -> Proposal:
     num_nodes = draw(st.integers(0, max_nodes))
@@ -42,7 +37,7 @@ def proposed(proposal: Proposal) -> set[tuple[int, ...]]:
 def merged(*several: Proposal) -> ProposalTree:
     tree = ProposalTree(ANCHOR, 24)
     for n, proposal in enumerate(several):
-        tree.merge(f"drafter {n}", proposal, raw)
+        tree.merge(f"drafter {n}", proposal, proposal.scores)
     return tree
 
 

@@ -116,17 +116,13 @@ class Bush:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
         self.contexts += contexts
-        return [
-            Proposal(ids, [-1] * len(ids), [0.1] * len(ids))
-            for context in contexts
-            if (ids := self.token_ids[: context.max_nodes]) is not None
-        ]
+        proposed = [self.token_ids[: context.max_nodes] for context in contexts]
+        return [Proposal(ids, [-1] * len(ids), [0.1] * len(ids)) for ids in proposed]
 
 
 def most_drafted(driver: EngineDriver, request_id: str) -> int:
     """Draft nodes verified in the request's largest round."""
-    seen, most = 0, 0
-    stats = driver.engine.scheduler.running[-1].stats if driver.engine.scheduler.running else None
+    seen = most = 0
     while driver.engine.has_work():
         driver.step()
         running = [g.stats for g in driver.engine.scheduler.running if g.request.request_id == request_id]
@@ -169,7 +165,7 @@ def test_no_drafter_is_asked_for_what_can_not_be_taken(hybrid: Path) -> None:
     assert [context.max_depth for context in bush.contexts] == [2, 1]
 
 
-def test_drafters_that_lose_are_asked_less_and_less(hybrid: Path, plain: Plain) -> None:
+def test_drafters_that_lose_are_asked_less_and_less(hybrid: Path) -> None:
     """A costly drafter that is never right: the adaptive router soon does without it."""
 
     class Slow(Bush):

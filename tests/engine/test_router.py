@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router keeps the nodes that pay, the calibration learns what scores are worth, and payoffs pause a drafter."""
+"""The router keeps the nodes that pay; the calibration learns what scores are worth, the curve what passes cost."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_backend.engine.drafters.base import Proposal
-from tandem_backend.engine.payoff import FIRST_PAUSE, MAX_PAUSE, MIN_TRIALS, Payoff
 from tandem_backend.engine.proposal_tree import ProposalTree
 from tandem_backend.engine.router import Calibration, Router, VerifyCurve, load_verify_curve
 from tandem_backend.errors import ConfigError
@@ -22,7 +21,7 @@ LINEAR = VerifyCurve((1, 64), (1.0, 64.0))
 
 def tree_of(parents: Sequence[int], scores: Sequence[float], max_nodes: int = 8) -> ProposalTree:
     tree = ProposalTree(0, max_nodes)
-    tree.merge("drafter", Proposal(range(1, len(parents) + 1), parents, scores), lambda _, score: score)
+    tree.merge("drafter", Proposal(range(1, len(parents) + 1), parents, scores), scores)
     return tree
 
 
@@ -128,36 +127,6 @@ def test_a_calibrated_probability_is_one(trials: list[tuple[float, bool]], score
     for tried, taken in trials:
         calibration.learn("a", tried, taken=taken)
     assert 0 <= calibration.probability("a", score) <= 1
-
-
-def ask(payoff: Payoff, gain_ms: float, rounds: int) -> list[bool]:
-    """In which rounds the drafter is asked, when each of its drafts gains so much."""
-    asked = []
-    for _ in range(rounds):
-        asked.append(payoff.is_due())
-        if asked[-1]:
-            payoff.learn(int(gain_ms > 0), gain_ms)
-    return asked
-
-
-def test_a_drafter_that_loses_is_paused_for_longer_and_longer() -> None:
-    asked = ask(Payoff(), -1.0, 2000)
-    assert all(asked[:MIN_TRIALS])
-    assert not any(asked[MIN_TRIALS : MIN_TRIALS + FIRST_PAUSE])
-    # At the longest pause, two trials in each 66 rounds.
-    assert sum(asked[1000:]) <= 2 * 1000 / MAX_PAUSE + 2
-    assert sum(asked[1000:]) >= 1000 / (MAX_PAUSE + 2)
-
-
-def test_a_drafter_that_pays_again_recovers() -> None:
-    payoff = Payoff()
-    ask(payoff, -1.0, 1000)
-    assert all(ask(payoff, 1.0, 1000)[500:])
-    assert payoff.next_pause == FIRST_PAUSE
-
-
-def test_a_drafter_that_pays_is_never_paused() -> None:
-    assert all(ask(Payoff(), 0.5, 500))
 
 
 @given(curves(), st.integers(1, 40))

@@ -80,7 +80,7 @@ def test_a_template_that_rewrites_answers_costs_the_kept_state_and_nothing_else(
     assert num_cached(chat, "2") == 0
 
 
-def test_a_refused_turn_leaves_the_session_as_it_was(chat: EngineDriver, driver: EngineDriver, plain: Plain) -> None:
+def test_a_refused_turn_leaves_the_session_as_it_was(driver: EngineDriver, plain: Plain) -> None:
     first = driver.run(start("1"))
     driver.add(turn("2", (9,) * 1271))
     driver.finish()
