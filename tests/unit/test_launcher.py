@@ -21,6 +21,17 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_wheel(tmp_path / "site-packages")
 
 
+def _regions() -> set[Path]:
+    """The shared memory of this process's servers."""
+    return set(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+
+
+@pytest.fixture
+def others() -> set[Path]:
+    """The shared memory of servers that other tests of this process keep running."""
+    return _regions()
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "models"
@@ -60,7 +71,7 @@ def _wait_gone(pid: int) -> bool:
     return True
 
 
-def test_start_and_stop(tmp_path: Path, wheel: Path, repository: Path) -> None:
+def test_start_and_stop(tmp_path: Path, wheel: Path, repository: Path, others: set[Path]) -> None:
     log = tmp_path / "server.log"
     server = TritonServer(repository, triton_server=str(wheel), log_path=log, extra_args=["--log-verbose=1"])
     with server:
@@ -79,16 +90,16 @@ def test_start_and_stop(tmp_path: Path, wheel: Path, repository: Path) -> None:
         ):
             assert f'"{expected}"' in arguments
         assert "nvidia_pytriton.libs" in _logged(log, "ENV")
-        assert list(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+        assert _regions() - others
         child = int(_logged(log, "CHILD"))
         assert psutil.pid_exists(child)
     assert server.process.returncode == -signal.SIGTERM
     assert _wait_gone(child)
-    assert not list(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+    assert _regions() == others
 
 
 def test_a_server_that_ignores_sigterm_is_killed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, repository: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, repository: Path, others: set[Path]
 ) -> None:
     monkeypatch.setattr("tandem_backend.serving.launcher._EXIT_GRACE_S", 0.2)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -98,7 +109,7 @@ def test_a_server_that_ignores_sigterm_is_killed(
         child = int(_logged(log, "CHILD"))
     assert server.process.returncode == -signal.SIGKILL
     assert _wait_gone(child)
-    assert not list(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+    assert _regions() == others
 
 
 def _start_script(wheel: Path, repository: Path, script: str, **options: float) -> TritonServer:
@@ -124,11 +135,11 @@ def test_an_exit_shows_why(wheel: Path, repository: Path) -> None:
     ]
 
 
-def test_a_model_that_did_not_load_is_named(wheel: Path, repository: Path) -> None:
+def test_a_model_that_did_not_load_is_named(wheel: Path, repository: Path, others: set[Path]) -> None:
     models = [{"name": "tandem", "state": "UNAVAILABLE", "reason": "no weights"}, {"name": "unasked"}]
     with pytest.raises(LaunchError, match="did not load tandem: no weights"):
         _start_script(wheel, repository, f"MODELS = {models}" + textwrap.dedent(SERVER_SCRIPT))
-    assert not list(Path("/dev/shm").glob(f"tandem_{os.getpid()}_*"))
+    assert _regions() == others
 
 
 def test_a_server_that_never_gets_ready(wheel: Path, repository: Path) -> None:
