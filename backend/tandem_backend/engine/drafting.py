@@ -6,18 +6,17 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tandem_backend.engine.account import Account, Trust
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter
-from tandem_backend.engine.payoff import Payoff, Trust
 from tandem_backend.engine.proposal_tree import ProposalTree
-from tandem_backend.engine.router import Calibration, Router
+from tandem_backend.engine.router import Calibration, Prices, Router
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.sequence import Generation
 from tandem_backend.engine.times import RoundTimes
 from tandem_backend.errors import InvalidRequestError
 
 NO_DRAFTER = "none"
-FREE_MS = 0.1  # a drafter cheaper than this is asked every round
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +24,8 @@ class Drafted:
     """One round's trees and what they cost."""
 
     trees: list[DraftTree | None]  # by scheduled request; None: a prompt chunk
-    asked: list[frozenset[str]]  # the costly drafters that drafted
+    asked: list[set[str]]  # the drafters that drafted
+    prices: Prices
     milliseconds: float
 
 
@@ -40,7 +40,7 @@ class Drafting:
     calibration: Calibration = field(default_factory=Calibration)
     commit_ms: float = 0.2
     cost_ms: dict[str, float] = field(default_factory=dict)  # by drafter, a call's share of one sequence
-    payoffs: dict[tuple[int, str], Payoff] = field(default_factory=dict)  # by sequence and drafter
+    accounts: dict[tuple[int, str], Account] = field(default_factory=dict)  # by sequence and drafter
     trusts: dict[tuple[int, str], Trust] = field(default_factory=dict)
 
     def names(self, requested: str | None) -> frozenset[str]:
@@ -61,7 +61,7 @@ class Drafting:
     def end(self, key: int) -> None:
         for name, drafter in self.drafters.items():
             drafter.end(key)
-            self.payoffs.pop((key, name), None)
+            self.accounts.pop((key, name), None)
             self.trusts.pop((key, name), None)
 
     def observe(self, scheduled: Sequence[ScheduledRows], committed: Sequence[CommittedRows]) -> None:
@@ -80,15 +80,16 @@ class Drafting:
             if not rows.num_prompt_rows
         }
         num_other_rows = len(trees) + sum(rows.num_prompt_rows for rows in scheduled)
+        prices = self.router.prices(len(trees), num_other_rows, self.commit_ms)
         asked: list[set[str]] = [set() for _ in scheduled]
         for name, drafter in self.drafters.items():
-            self._ask(name, drafter, scheduled, trees, num_other_rows, asked)
+            self._ask(name, drafter, scheduled, trees, prices, asked)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         kept = self.router.cut(list(trees.values()), num_other_rows, milliseconds + self.commit_ms)
         cut: list[DraftTree | None] = [None] * len(scheduled)
         for (i, tree), nodes in zip(trees.items(), kept, strict=True):
             cut[i] = tree.draft_tree(nodes) if nodes else anchor_tree(tree.anchor)
-        return Drafted(cut, [frozenset(names) for names in asked], milliseconds)
+        return Drafted(cut, asked, prices, milliseconds)
 
     def _ask(
         self,
@@ -96,37 +97,36 @@ class Drafting:
         drafter: Drafter,
         scheduled: Sequence[ScheduledRows],
         trees: Mapping[int, ProposalTree],
-        num_other_rows: int,
+        prices: Prices,
         asked: Sequence[set[str]],
     ) -> None:
         """Let one drafter add to the trees of the sequences that want it and for which it may pay."""
-        is_costly = self.cost_ms.get(name, 0.0) > FREE_MS
         contexts = {}
         for i, tree in trees.items():
-            context = self._context(name, scheduled[i], len(trees), num_other_rows)
-            if context is not None and not (is_costly and self._declines(context.key, name, tree)):
-                contexts[i] = context
+            generation = scheduled[i].generation
+            # With one token left there is room for the bonus token only.
+            max_depth = generation.max_tokens - generation.num_output - 1
+            max_nodes = min(tree.max_nodes, self.router.row_budget - len(trees))
+            wants = name in generation.drafters and max_nodes > 0 and max_depth > 0
+            if wants and self._may_pay(generation.sequence.slot, name, tree):
+                contexts[i] = self._context(name, generation, max_nodes, max_depth, prices)
         if not contexts:
             return
         begun = time.perf_counter()
         proposals = drafter.propose(list(contexts.values()))
         spent = 1e3 * (time.perf_counter() - begun) / len(contexts)
-        self.cost_ms[name] = spent + 0.95 * (self.cost_ms.get(name, spent) - spent)
+        cost = self.cost_ms.get(name, spent)
+        # One stall must not make a drafter look costly for long.
+        self.cost_ms[name] = cost + 0.1 * (min(spent, 2 * cost) - cost)
         for (i, context), proposal in zip(contexts.items(), proposals, strict=True):
             trust = self._trust(context.key, name)
             trees[i].merge(name, proposal, [trust * self.calibration.probability(name, s) for s in proposal.scores])
-            if is_costly:
-                asked[i].add(name)
+            asked[i].add(name)
 
-    def _context(self, name: str, rows: ScheduledRows, num_sequences: int, num_other_rows: int) -> DraftContext | None:
-        """None where the request does not want the drafter or has room for the bonus token only."""
-        generation = rows.generation
-        max_nodes = min(self._max_nodes(generation), self.router.row_budget - num_sequences)
-        max_depth = generation.max_tokens - generation.num_output - 1
-        if name not in generation.drafters or max_nodes < 1 or max_depth < 1:
-            return None
-        sequence, router = generation.sequence, self.router
-        token_ms = router.token_ms(num_sequences, num_other_rows) + self.commit_ms
+    def _context(
+        self, name: str, generation: Generation, max_nodes: int, max_depth: int, prices: Prices
+    ) -> DraftContext:
+        sequence = generation.sequence
         return DraftContext(
             key=sequence.slot,
             token_ids=sequence.token_ids,
@@ -134,8 +134,8 @@ class Drafting:
             block_table=sequence.block_table,
             max_nodes=max_nodes,
             max_depth=max_depth,
-            token_ms=math.inf if router.always else token_ms * self._trust(sequence.slot, name),
-            row_ms=router.row_ms(num_other_rows),
+            token_ms=math.inf if self.router.always else prices.token_ms * self._trust(sequence.slot, name),
+            row_ms=prices.row_ms,
         )
 
     def _trust(self, key: int, name: str) -> float:
@@ -146,12 +146,13 @@ class Drafting:
         asked = generation.request.params.num_draft_tokens
         return self.max_draft_tokens if asked is None else min(asked, self.max_draft_tokens)
 
-    def _declines(self, key: int, name: str, tree: ProposalTree) -> bool:
+    def _may_pay(self, key: int, name: str, tree: ProposalTree) -> bool:
         if self.router.always:
-            return False
-        payoff = self.payoffs.setdefault((key, name), Payoff())
-        # A cheaper drafter already promises as much as this one usually brings.
-        return sum(tree.paths) >= payoff.num_accepted or not payoff.is_due()
+            return True
+        account = self.accounts.setdefault((key, name), Account())
+        # A cheaper drafter may already promise as much as this one usually brings.
+        is_needed = not tree.token_ids or sum(tree.paths) < account.num_accepted
+        return is_needed and account.balance > 0
 
     def learn(
         self,
@@ -163,10 +164,7 @@ class Drafting:
         """Take note of a round: what the pass cost, which nodes were taken, which drafters paid."""
         self.router.curve.learn(spent.num_rows, spent.verify_ms)
         self.commit_ms += 0.05 * (min(spent.commit_ms, 4 * self.commit_ms) - self.commit_ms)
-        num_sequences = max(sum(tree is not None for tree in drafted.trees), 1)
-        num_other_rows = num_sequences + sum(rows.num_prompt_rows for rows in scheduled)
-        token_ms = self.router.token_ms(num_sequences, num_other_rows) + self.commit_ms
-        row_ms = self.router.row_ms(num_other_rows)
+        prices = drafted.prices
         for rows, tree, walk, asked in zip(scheduled, drafted.trees, accepted, drafted.asked, strict=True):
             if tree is None or walk is None:
                 continue
@@ -177,8 +175,10 @@ class Drafting:
                     expected = self.calibration.probability(name, score)
                     self.trusts.setdefault((key, name), Trust()).learn(expected, taken=taken)
                     self.calibration.learn(name, score, taken=taken)
-            for name in asked:
-                nodes = [node for node in range(1, tree.num_nodes) if tree.drafters[node] == name]
-                num_accepted = len(path.intersection(nodes))
-                gain_ms = num_accepted * token_ms - len(nodes) * row_ms - self.cost_ms[name]
-                self.payoffs.setdefault((key, name), Payoff()).learn(num_accepted, gain_ms)
+            for name in rows.generation.drafters:
+                account = self.accounts.setdefault((key, name), Account())
+                if name in asked:
+                    num_accepted = sum(tree.drafters[node] == name for node in walk.path)
+                    account.settle(num_accepted, self.cost_ms[name] / prices.token_ms)
+                else:
+                    account.wait()

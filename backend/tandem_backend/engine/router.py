@@ -89,6 +89,12 @@ def _bucket(score: float) -> int:
     return int(score * 10)
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    token_ms: float  # what a token costs in a round that drafts nothing
+    row_ms: float  # what a draft row adds to the pass
+
+
 @dataclass(slots=True)
 class Router:
     """Cuts proposals. `always` keeps every node that fits the budget: for checks, not for speed."""
@@ -97,13 +103,13 @@ class Router:
     row_budget: int
     always: bool = False
 
-    def token_ms(self, num_sequences: int, num_other_rows: int) -> float:
-        """What a token costs in a round that drafts nothing."""
-        return self.curve.cost(num_other_rows) / max(num_sequences, 1)
-
-    def row_ms(self, num_other_rows: int) -> float:
-        """What a draft row adds to the pass."""
-        return (self.curve.cost(num_other_rows + 4) - self.curve.cost(num_other_rows)) / 4
+    def prices(self, num_sequences: int, num_other_rows: int, commit_ms: float) -> Prices:
+        """num_other_rows: anchors and prompt rows of the round."""
+        plain = self.curve.cost(num_other_rows)
+        return Prices(
+            token_ms=plain / max(num_sequences, 1) + commit_ms,
+            row_ms=(self.curve.cost(num_other_rows + 4) - plain) / 4,
+        )
 
     def cut(self, trees: Sequence[ProposalTree], num_other_rows: int, fixed_ms: float) -> list[set[int]]:
         """The nodes to keep of each tree.
@@ -111,6 +117,8 @@ class Router:
         num_other_rows: anchors and prompt rows of the round; fixed_ms: drafting and commit, whatever is kept.
         """
         kept: list[set[int]] = [set() for _ in trees]
+        if not any(tree.token_ids for tree in trees):
+            return kept
         heap = [(-tree.paths[node], i, node) for i, tree in enumerate(trees) for node in tree.children[-1]]
         heapq.heapify(heap)
         order: list[tuple[int, int, float]] = []

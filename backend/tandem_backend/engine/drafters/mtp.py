@@ -19,7 +19,8 @@ from tandem_backend.model.mtp import MtpHead
 from tandem_backend.model.state import KVLayer
 
 _NONE = torch.empty(0, dtype=torch.int32)  # an attention layer reads no slots
-MAX_PENDING_ROWS = 64  # more are written at once: prompts
+PROMPT_ROWS = 32  # a round that commits so many holds prompt rows, which are written at once
+MAX_PENDING_ROWS = 256
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class MtpDrafter:
             if track is None or track.num_rows != item.start:
                 continue  # rows before these were never seen: this sequence can't be drafted for
             track.pending.append(item)
-            if track.num_pending >= MAX_PENDING_ROWS:
+            if len(item.next_token_ids) >= PROMPT_ROWS or track.num_pending >= MAX_PENDING_ROWS:
                 full.append(track)
         self._write_pending(full)
 

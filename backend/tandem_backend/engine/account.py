@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one sequence has taught about a drafter: whether it pays (Account), and how far its scores hold here (Trust)."""
+
+from dataclasses import dataclass
+
+# In tokens, as all amounts of an account: what a token costs without drafts is the unit of time.
+CREDIT = 0.5  # for a sequence that nothing is known of yet
+CAP = 2.0  # how much of earlier gains a drafter may lose again
+RATE = 0.01  # a round's deposit: the share of time that goes to trying a drafter that does not pay
+
+
+@dataclass(slots=True)
+class Account:
+    """A drafter works on credit: it is asked while its balance is positive, pays its time and earns what it saved.
+
+    So drafting that never succeeds costs a sequence its first credit and RATE of its time, whatever the text. Rows are
+    not charged: the router weighs them by calibrated probabilities.
+    """
+
+    balance: float = CREDIT
+    num_accepted: float = 2.0  # running mean of the tokens it brings when asked; an even chance to begin with
+
+    def wait(self) -> None:
+        """A round in which the drafter was not asked."""
+        if self.balance <= 0:
+            self.balance += RATE
+
+    def settle(self, num_accepted: int, cost: float) -> None:
+        """A round in which it was asked; cost is its time in tokens."""
+        self.num_accepted += 0.1 * (num_accepted - self.num_accepted)
+        self.balance = min(self.balance + num_accepted - cost, CAP)
+
+
+@dataclass(slots=True)
+class Trust:
+    """Accepted against expected nodes of one sequence; scores are calibrated over all sequences, texts differ."""
+
+    accepted: float = 0.0
+    expected: float = 0.0
+
+    WEIGHT = 4.0  # expected nodes of evidence that the general calibration counts for
+    MEMORY = 0.98  # of each node
+
+    @property
+    def factor(self) -> float:
+        return min((self.accepted + self.WEIGHT) / (self.expected + self.WEIGHT), 1.5)
+
+    def learn(self, expected: float, *, taken: bool) -> None:
+        self.accepted = self.MEMORY * self.accepted + taken
+        self.expected = self.MEMORY * self.expected + expected
