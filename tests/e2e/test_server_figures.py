@@ -12,6 +12,8 @@ import pytest
 from triton_calls import EXACTLY, FULL_ANSWER, PROMPT, Answer, GrpcStream, ask, post
 from tritonclient.utils import InferenceServerException
 
+NUM_AT_ONCE = 72
+
 
 @pytest.fixture
 def stream(server: Any) -> Iterator[GrpcStream]:
@@ -100,3 +102,19 @@ def test_metrics_show_the_engine_and_its_work(server: Any) -> None:
     with pytest.raises(InferenceServerException, match="input_ids"):
         ask(server, input_ids=[-1], max_tokens=2)
     _metrics_when(server, lambda metrics: metrics[errors] > before[errors])
+
+
+def test_the_engine_sees_all_requests_of_the_front_at_once(server: Any) -> None:
+    """It runs 32; as many again would be forwarded by the server's own number of threads."""
+    connections = []
+    body = {"text_input": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    for _ in range(NUM_AT_ONCE):
+        connection = http.client.HTTPConnection(server.http_url, timeout=30)
+        connection.request("POST", "/v2/models/tandem_generate/generate_stream", json.dumps(body))
+        connections.append(connection)
+    try:
+        _metrics_when(server, lambda m: m["tandem_num_active"] + m["tandem_num_queued"] == NUM_AT_ONCE)
+    finally:
+        for connection in connections:
+            connection.close()
+    _metrics_when(server, lambda m: m["tandem_num_active"] + m["tandem_num_queued"] == 0)
