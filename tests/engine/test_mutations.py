@@ -140,14 +140,16 @@ def put_blocks_together_from_ops(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kernels, "mlp_layer", mlp_layer_by_ops)
 
 
-# Bugs of one pass; the self-test, which knows no rounds, sees these and the anchor's.
-IN_A_PASS = (
+BUGS = (
     see_siblings_in_attention,
     start_from_a_siblings_state,
     convolve_with_a_sibling,
     count_positions_by_row,
     reduce_by_row_count_in_the_head,
     reduce_by_row_count_in_the_mlp,
+    commit_rejected_rows_to_the_state,
+    commit_the_anchor_twice,
+    store_keys_of_rejected_rows,
 )
 
 
@@ -172,11 +174,7 @@ def known_plain(hybrid: Path, plain: Plain) -> Plain:
     return plain
 
 
-@pytest.mark.parametrize(
-    "mutation",
-    [*IN_A_PASS, commit_rejected_rows_to_the_state, commit_the_anchor_twice, store_keys_of_rejected_rows],
-    ids=lambda m: m.__name__,
-)
+@pytest.mark.parametrize("mutation", BUGS, ids=lambda m: m.__name__)
 def test_the_comparison_sees_the_bug(
     mutation: Mutation, hybrid: Path, known_plain: Plain, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +184,7 @@ def test_the_comparison_sees_the_bug(
     assert num_speculated_differences(hybrid, known_plain) == 0
 
 
-@pytest.mark.parametrize("mutation", [*IN_A_PASS, commit_the_anchor_twice], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("mutation", BUGS, ids=lambda m: m.__name__)
 def test_an_engine_with_the_bug_does_not_load(
     mutation: Mutation, hybrid: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

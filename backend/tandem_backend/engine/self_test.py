@@ -33,7 +33,7 @@ def run_self_test(model: Decoder, state: ModelState, num_rows: int, seed: int = 
     begun = time.perf_counter()
     test = _SelfTest(model, state, random.Random(seed))
     # The prefix ends shortly before a block does, so that trees cross the border.
-    prefix_len = max(1, min(num_rows // 2, state.block - 4, model.config.max_position - MAX_NODES))
+    prefix_len = max(1, min(num_rows // 2, state.block - 4, model.config.max_position - MAX_NODES - 1))
     prefix = test.tokens(prefix_len)
     mate = test.tokens(prefix_len)
     plain = test.decode(PLAIN, prefix, start=0)
@@ -84,7 +84,7 @@ class _SelfTest:
             done, mate_done = done + len(chunk), mate_done + len(mate_chunk)
 
     def verify_tree(self, prefix: Sequence[int], mate: Sequence[int]) -> None:
-        """A random tree beside another sequence's row, then each of its paths token by token."""
+        """A random tree beside another sequence's row, one of its paths token by token, and the row after that path."""
         num_nodes = self.rng.randint(2, MAX_NODES)
         parents = [-1]
         # Pre-order: a new node's parent lies on the path to the node before it.
@@ -97,7 +97,7 @@ class _SelfTest:
         batch = build_batch(
             [self.rows(MATE, mate[-1:], len(mate) - 1), self.rows(JOINT, token_ids, len(prefix), parents)]
         )
-        tree = self.model.forward(batch, self.state).logits[1:]
+        result = self.model.forward(batch, self.state)
         leaves = set(range(num_nodes)) - set(parents)
         leaf = self.rng.choice(sorted(leaves))
         branch = [leaf]
@@ -105,7 +105,14 @@ class _SelfTest:
             branch.insert(0, parents[branch[0]])
         self.reset(PLAIN, prefix)
         plain = self.decode(PLAIN, [token_ids[node] for node in branch], start=len(prefix))
-        self.compare(tree[branch], plain, "a draft tree's path")
+        self.compare(result.logits[1:][branch], plain, "a draft tree's path")
+        # What is kept of the tree must be what the path alone leaves behind.
+        self.model.commit(result, batch, [[], branch], self.state)
+        after, end = self.tokens(1), len(prefix) + len(branch)
+        self.compare(
+            torch.stack(self.decode(JOINT, after, end)), self.decode(PLAIN, after, end), "an accepted path's end"
+        )
+        self.reset(JOINT, prefix)
 
     def reset(self, slot: int, prefix: Sequence[int]) -> None:
         """Bring a sequence back to the prefix, in one chunk."""
