@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter that does not pay for a sequence is asked now and then only; one that pays, always."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_backend.engine.account import CAP, CREDIT, RATE, Account, Trust
+
+
+def ask(account: Account, num_accepted: int, cost: float, rounds: int) -> list[bool]:
+    """In which rounds the drafter is asked when each of its drafts brings and costs so many tokens."""
+    asked = []
+    for _ in range(rounds):
+        asked.append(account.balance > 0)
+        if asked[-1]:
+            account.settle(num_accepted, cost)
+        else:
+            account.wait()
+    return asked
+
+
+@given(st.floats(0.02, 5.0), st.integers(1, 3000))
+def test_drafts_that_never_succeed_cost_their_credit_and_a_small_share_of_the_rounds(cost: float, rounds: int) -> None:
+    spent = cost * sum(ask(Account(), 0, cost, rounds))
+    assert spent <= CREDIT + RATE * rounds + cost
+
+
+@given(st.floats(0.02, 2.0))
+def test_a_drafter_that_loses_is_still_tried(cost: float) -> None:
+    tries = sum(ask(Account(), 0, cost, 3000)[1000:])
+    assert tries >= RATE * 2000 / (cost + RATE) - 1
+
+
+@given(st.integers(1, 4), st.floats(0.02, 0.9))
+def test_a_drafter_that_pays_is_always_asked(num_accepted: int, cost: float) -> None:
+    assert all(ask(Account(), num_accepted, cost, 300))
+
+
+def test_a_drafter_that_pays_again_recovers() -> None:
+    account = Account()
+    ask(account, 0, 0.5, 500)
+    assert all(ask(account, 2, 0.5, 300)[100:])
+
+
+def test_earlier_gains_are_lost_again_up_to_a_cap() -> None:
+    account = Account()
+    ask(account, 4, 0.5, 1000)
+    assert account.balance == CAP
+    assert sum(ask(account, 0, 0.5, 20)) == CAP / 0.5 + 1
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 5])
+def test_the_mean_follows_what_a_draft_brings(num_accepted: int) -> None:
+    account = Account()
+    for _ in range(100):
+        account.settle(num_accepted, 0.1)
+    assert account.num_accepted == pytest.approx(num_accepted, abs=0.01)
+
+
+def trusted(expected: float, taken: list[bool]) -> float:
+    trust = Trust()
+    for is_taken in taken:
+        trust.learn(expected, taken=is_taken)
+    return trust.factor
+
+
+def test_trust_starts_neutral_and_follows_the_text() -> None:
+    assert Trust().factor == 1.0
+    assert trusted(0.5, [True, False] * 200) == pytest.approx(1.0, abs=0.05)
+    assert trusted(0.8, [False] * 200) < 0.1
+    assert trusted(0.3, [True] * 200) == 1.5
+    assert trusted(0.8, [False] * 200 + [True] * 200) > 0.9
+
+
+@given(st.floats(0, 1), st.lists(st.booleans(), max_size=80))
+def test_trust_stays_within_its_bounds(expected: float, taken: list[bool]) -> None:
+    assert 0 < trusted(expected, taken) <= 1.5
