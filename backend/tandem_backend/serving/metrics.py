@@ -26,7 +26,7 @@ OUTCOMES = (*FinishReason, FAILED)
 
 
 class Metrics:
-    """Writes values into Triton server's registry. A write goes to another process (0.02 ms), so only changes are written."""
+    """Writes into Triton server's registry. A write goes to another process (0.02 ms), so only changes are written."""
 
     def __init__(self, model: str, version: str) -> None:
         self._labels = {"model": model, "version": version}
