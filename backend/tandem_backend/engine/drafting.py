@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting: asks the drafters, merges and cuts what they propose, and learns what drafting costs and brings."""
 
+import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tandem_backend.engine.account import Account, Trust
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
-from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter
+from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, Proposal
 from tandem_backend.engine.proposal_tree import ProposalTree
 from tandem_backend.engine.router import Calibration, Prices, Router
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.sequence import Generation
 from tandem_backend.engine.times import RoundTimes
 from tandem_backend.errors import InvalidRequestError
+
+logger = logging.getLogger(__name__)
 
 NO_DRAFTER = "none"
 
@@ -42,6 +46,7 @@ class Drafting:
     cost_ms: dict[str, float] = field(default_factory=dict)  # by drafter, a call's share of one sequence
     accounts: dict[tuple[int, str], Account] = field(default_factory=dict)  # by sequence and drafter
     trusts: dict[tuple[int, str], Trust] = field(default_factory=dict)
+    failed: set[str] = field(default_factory=set)
 
     def names(self, requested: str | None) -> frozenset[str]:
         """The drafters a request asks for. Raises InvalidRequestError naming the unknown one."""
@@ -68,8 +73,9 @@ class Drafting:
         """Show each drafter the rows of the requests that want it; the others shall not pay for it."""
         for name, drafter in self.drafters.items():
             wanted = [c for rows, c in zip(scheduled, committed, strict=True) if name in rows.generation.drafters]
-            if wanted:
-                drafter.observe(wanted)
+            if wanted and name not in self.failed:
+                with self._containing(name):
+                    drafter.observe(wanted)
 
     def propose(self, scheduled: Sequence[ScheduledRows]) -> Drafted:
         """One tree a decoding sequence, cut to what pays; the bare anchor where nothing does."""
@@ -107,13 +113,15 @@ class Drafting:
             # With one token left there is room for the bonus token only.
             max_depth = generation.max_tokens - generation.num_output - 1
             max_nodes = min(tree.max_nodes, self.router.row_budget - len(trees))
-            wants = name in generation.drafters and max_nodes > 0 and max_depth > 0
+            wants = name in generation.drafters and name not in self.failed and max_nodes > 0 and max_depth > 0
             if wants and self._may_pay(generation.sequence.slot, name, tree):
                 contexts[i] = self._context(name, generation, max_nodes, max_depth, prices)
         if not contexts:
             return
         begun = time.perf_counter()
-        proposals = drafter.propose(list(contexts.values()))
+        proposals = [Proposal()] * len(contexts)
+        with self._containing(name):
+            proposals = drafter.propose(list(contexts.values()))
         spent = 1e3 * (time.perf_counter() - begun) / len(contexts)
         cost = self.cost_ms.get(name, spent)
         # One stall must not make a drafter look costly for long.
@@ -122,6 +130,15 @@ class Drafting:
             trust = self._trust(context.key, name)
             trees[i].merge(name, proposal, [trust * self.calibration.probability(name, s) for s in proposal.scores])
             asked[i].add(name)
+
+    @contextmanager
+    def _containing(self, name: str) -> Iterator[None]:
+        """A drafter that raises is left out from then on: texts do not need it."""
+        try:
+            yield
+        except Exception:
+            logger.exception("drafter %r failed and is left out until the model is loaded again", name)
+            self.failed.add(name)
 
     def _context(
         self, name: str, generation: Generation, max_nodes: int, max_depth: int, prices: Prices

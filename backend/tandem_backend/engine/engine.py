@@ -111,6 +111,7 @@ class Engine:
     def add(self, prepared: PreparedRequest) -> None:
         """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
         request = prepared.request
+        self.scheduler.check_queue()
         if request.sequence_start and request.sequence_id is not None:
             self.close_sequence(request.sequence_id)
         self.scheduler.enqueue(prepared)
@@ -172,6 +173,10 @@ class Engine:
                 self._start(item)
             except TandemError as error:
                 self._end_unstarted(item, StepOutput(request_id=item.prepared.request.request_id, error=error))
+            except Exception as error:
+                logger.exception("a request could not be started")
+                failure = InternalError(f"the request could not be started: {error}")
+                self._end_unstarted(item, StepOutput(request_id=item.prepared.request.request_id, error=failure))
         scheduled = self.scheduler.schedule()
         if scheduled:
             try:

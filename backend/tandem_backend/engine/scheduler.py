@@ -44,13 +44,16 @@ class Scheduler:
     running: list[Generation] = field(default_factory=list)
     sessions: dict[SequenceId, Session] = field(default_factory=dict)
 
-    def enqueue(self, prepared: PreparedRequest) -> None:
-        """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
-        request = prepared.request
+    def check_queue(self) -> None:
+        """Raises UnavailableError when no further request is taken."""
         if len(self.waiting) + len(self.running) >= self.config.max_active + self.config.max_queued:
             raise UnavailableError(
-                f"the queue is full ({self.config.max_queued} waiting, {len(self.running)} running); retry later"
+                f"the queue is full ({len(self.waiting)} waiting, {len(self.running)} running); retry later"
             )
+
+    def enqueue(self, prepared: PreparedRequest) -> None:
+        """Queue a request. Raises InvalidRequestError where it continues no open sequence."""
+        request = prepared.request
         session = None
         if request.sequence_id is not None:
             session = self.sessions.get(request.sequence_id)

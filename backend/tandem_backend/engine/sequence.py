@@ -2,7 +2,6 @@
 """Sequence (tokens with committed state), Generation (one request being decoded on it) and Session (its turns)."""
 
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +45,6 @@ class Session:
     sequence_id: SequenceId
     sequence: Sequence | None = None  # None until its first turn starts
     running: "Generation | None" = None
-    waiting: deque[PreparedRequest] = field(default_factory=deque)
     messages: list[Mapping[str, Any]] | None = None  # the conversation so far, where every turn came as messages
     last_used_s: float = field(default_factory=time.monotonic)
     ends: bool = False  # END was sent: no further turn is taken
