@@ -4,6 +4,7 @@
 Each block has the bits of its ops called one after the other; the `*_by_ops` twins say in which order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -199,6 +200,20 @@ def delta_layer_by_ops(
     mixed = gated_delta(qkv, ab, layer.a_log, layer.dt_bias, delta_state, slots, seq_starts, parents, layer.key_heads)
     mixed = gated_rms_norm(mixed, projected[:, gate_start:ab_start], layer.out_norm, layer.eps)
     return linear(mixed, layer.output, x), projected, qkv
+
+
+def commit_delta_layers(
+    layers: Sequence[DeltaLayer],
+    projected: Sequence[Tensor],
+    qkv: Sequence[Tensor],
+    conv_states: Sequence[Tensor],
+    delta_states: Sequence[Tensor],
+    slots: Tensor,
+    path_starts: Tensor,
+    path_rows: Tensor,
+) -> None:
+    """`gated_delta_commit` and `update_conv_state` for several layers of equal sizes, at once; tensors by layer."""
+    cpu.commit_delta_layers(layers, projected, qkv, conv_states, delta_states, slots, path_starts, path_rows)
 
 
 def mlp_layer(layer: MlpLayer, x: Tensor) -> Tensor:

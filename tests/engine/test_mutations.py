@@ -14,9 +14,10 @@ from engine_driver import VOCAB_SIZE, EngineDriver, Plain, engine_config, num_di
 from tandem_backend.engine import self_test
 from tandem_backend.engine.drafters.scripted import ScriptedDrafter
 from tandem_backend.errors import SelfTestError
+from tandem_backend.model import decoder
 from tandem_backend.model.batch import AcceptedRows, RowBatch, SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder, ForwardResult
-from tandem_backend.model.layers import Attention, GatedDeltaNet
+from tandem_backend.model.layers import Attention
 from tandem_backend.model.state import ModelState
 from tandem_backend.types import Prompt, Request, SamplingParams
 from tandem_kernels.layers import delta_layer_by_ops, mlp_layer_by_ops
@@ -28,34 +29,32 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 def commit_rejected_rows_to_the_state(patch: pytest.MonkeyPatch) -> None:
     """The recurrent state keeps the whole draft tree, as if it were never rolled back."""
-    commit, commit_delta = Decoder.commit, GatedDeltaNet.commit
+    commit, commit_delta = Decoder.commit, decoder.commit_delta_layers
     whole: list[AcceptedRows] = []
 
     def commit_pass(
         self: Decoder, result: ForwardResult, batch: RowBatch, paths: Sequence[Sequence[int]], state: ModelState
     ) -> AcceptedRows:
         rows = torch.arange(batch.num_rows, dtype=torch.int32)
-        whole[:] = [AcceptedRows((), batch.slots, batch.seq_starts, rows, torch.empty(0))]
+        whole[:] = [AcceptedRows(batch.slots, batch.seq_starts, rows, torch.empty(0))]
         return commit(self, result, batch, paths, state)
 
     patch.setattr(Decoder, "commit", commit_pass)
-    patch.setattr(
-        GatedDeltaNet, "commit", lambda self, rows, accepted, state: commit_delta(self, rows, whole[0], state)
-    )
+    patch.setattr(decoder, "commit_delta_layers", lambda *args: commit_delta(*args[:-1], whole[0]))
 
 
 def commit_the_anchor_twice(patch: pytest.MonkeyPatch) -> None:
     """The recurrent state takes the first row's step twice."""
-    commit_delta = GatedDeltaNet.commit
+    commit_delta = decoder.commit_delta_layers
 
-    def commit(self: GatedDeltaNet, rows: Any, accepted: AcceptedRows, state: Any) -> None:
+    def commit(mixers: Any, rows: Any, states: Any, accepted: AcceptedRows) -> None:
         starts, paths = accepted.path_starts.tolist(), accepted.path_rows.tolist()
         doubled = [[paths[a], *paths[a:b]] for a, b in pairwise(starts)]
         counts = torch.tensor([0, *map(len, doubled)]).cumsum(0).to(torch.int32)
         rows_twice = torch.tensor([row for path in doubled for row in path], dtype=torch.int32)
-        commit_delta(self, rows, replace(accepted, path_starts=counts, path_rows=rows_twice), state)
+        commit_delta(mixers, rows, states, replace(accepted, path_starts=counts, path_rows=rows_twice))
 
-    patch.setattr(GatedDeltaNet, "commit", commit)
+    patch.setattr(decoder, "commit_delta_layers", commit)
 
 
 def store_keys_of_rejected_rows(patch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,11 +34,19 @@ class RowBatch:
     prefix_lens: Tensor  # [seqs] int32
     block_tables: Tensor  # [seqs, longest] int32
     logit_rows: Tensor | None  # [n] int64; None: every row
+    sequences: tuple[SequenceRows, ...]
     starts: tuple[int, ...]  # seq_starts on the host
 
     @property
     def num_rows(self) -> int:
         return self.starts[-1]
+
+
+def int32_views(*parts: Sequence[int]) -> tuple[Tensor, ...]:
+    """One tensor a part, all views of one: at a few rows making tensors costs more than filling them."""
+    flat = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
+    views: tuple[Tensor, ...] = flat.split([len(part) for part in parts])
+    return views
 
 
 def build_batch(sequences: Sequence[SequenceRows]) -> RowBatch:
@@ -49,7 +56,11 @@ def build_batch(sequences: Sequence[SequenceRows]) -> RowBatch:
     parents: list[int] = []
     positions: list[int] = []
     logit_rows: list[int] = []
-    for seq in sequences:
+    row_seqs: list[int] = []
+    row_slots: list[int] = []
+    tables: list[int] = []
+    longest = max(len(seq.block_table) for seq in sequences)
+    for i, seq in enumerate(sequences):
         base, n = starts[-1], len(seq.token_ids)
         token_ids.extend(seq.token_ids)
         if seq.parents is None:
@@ -57,38 +68,44 @@ def build_batch(sequences: Sequence[SequenceRows]) -> RowBatch:
             parents.extend(range(base, base + n - 1))
             positions.extend(range(seq.prefix_len, seq.prefix_len + n))
         else:
-            parents.extend(parent if parent < 0 else base + parent for parent in seq.parents)
-            depths: list[int] = []
-            for parent in seq.parents:
-                depths.append(0 if parent < 0 else depths[parent] + 1)
-            positions.extend(seq.prefix_len + depth for depth in depths)
-        logit_rows.extend(base + row for row in (range(n) if seq.logit_rows is None else seq.logit_rows))
+            parents.extend([parent if parent < 0 else base + parent for parent in seq.parents])
+            positions.extend([seq.prefix_len + depth for depth in tree_depths(seq.parents)])
+        logit_rows.extend(range(base, base + n) if seq.logit_rows is None else [base + row for row in seq.logit_rows])
+        row_seqs.extend([i] * n)
+        row_slots.extend([seq.slot] * n)
+        tables.extend(seq.block_table)
+        tables.extend([0] * (longest - len(seq.block_table)))
         starts.append(base + n)
-    counts = np.diff(starts)
-    slots = np.array([seq.slot for seq in sequences], dtype=np.int32)
-    tables = np.zeros((len(sequences), max(1, *(len(seq.block_table) for seq in sequences))), dtype=np.int32)
-    for i, seq in enumerate(sequences):
-        tables[i, : len(seq.block_table)] = seq.block_table
+    slots, prefix_lens = [seq.slot for seq in sequences], [seq.prefix_len for seq in sequences]
+    parts = int32_views(positions, parents, row_seqs, row_slots, starts, slots, prefix_lens, tables)
     return RowBatch(
         token_ids=torch.tensor(token_ids),
-        positions=torch.tensor(positions, dtype=torch.int32),
-        parents=torch.tensor(parents, dtype=torch.int32),
-        row_seqs=torch.from_numpy(np.repeat(np.arange(len(sequences), dtype=np.int32), counts)),
-        row_slots=torch.from_numpy(np.repeat(slots, counts)),
-        seq_starts=torch.tensor(starts, dtype=torch.int32),
-        slots=torch.from_numpy(slots),
-        prefix_lens=torch.tensor([seq.prefix_len for seq in sequences], dtype=torch.int32),
-        block_tables=torch.from_numpy(tables),
+        positions=parts[0],
+        parents=parts[1],
+        row_seqs=parts[2],
+        row_slots=parts[3],
+        seq_starts=parts[4],
+        slots=parts[5],
+        prefix_lens=parts[6],
+        block_tables=parts[7].view(len(sequences), longest),
         logit_rows=None if len(logit_rows) == starts[-1] else torch.tensor(logit_rows, dtype=torch.int64),
+        sequences=tuple(sequences),
         starts=tuple(starts),
     )
 
 
+def tree_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each node of a tree in pre-order, 0 for the root."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+    return depths
+
+
 @dataclass(frozen=True, slots=True)
 class AcceptedRows:
-    """The rows a round keeps, root first; a sequence that keeps none is left out of `seqs`."""
+    """The rows a round keeps, root first; a sequence that keeps none is left out."""
 
-    seqs: tuple[int, ...]  # indices into the batch
     slots: Tensor  # [kept seqs] int32
     path_starts: Tensor  # [kept seqs + 1] int32
     path_rows: Tensor  # [rows kept] int32
@@ -97,21 +114,17 @@ class AcceptedRows:
 
 def accept_rows(batch: RowBatch, paths: Sequence[Sequence[int]], block: int) -> AcceptedRows:
     """Collect each sequence's accepted path (local row indices, root first, maybe empty) for commit."""
-    seqs = tuple(i for i, path in enumerate(paths) if path)
+    slots: list[int] = []
     rows: list[int] = []
     places: list[int] = []
     starts = [0]
-    prefix_lens, tables = batch.prefix_lens.tolist(), batch.block_tables
-    for i in seqs:
-        table = tables[i].tolist()
-        rows.extend(batch.starts[i] + row for row in paths[i])
-        for position in range(prefix_lens[i], prefix_lens[i] + len(paths[i])):
-            places.append(table[position // block] * block + position % block)
+    for seq, base, path in zip(batch.sequences, batch.starts, paths, strict=False):
+        if not path:
+            continue
+        slots.append(seq.slot)
+        rows.extend([base + row for row in path])
+        for position in range(seq.prefix_len, seq.prefix_len + len(path)):
+            places.append(seq.block_table[position // block] * block + position % block)
         starts.append(len(rows))
-    return AcceptedRows(
-        seqs=seqs,
-        slots=batch.slots[list(seqs)],
-        path_starts=torch.tensor(starts, dtype=torch.int32),
-        path_rows=torch.tensor(rows, dtype=torch.int32),
-        places=torch.tensor(places, dtype=torch.int64),
-    )
+    parts = int32_views(slots, starts, rows)
+    return AcceptedRows(parts[0], parts[1], parts[2], torch.tensor(places, dtype=torch.int64))

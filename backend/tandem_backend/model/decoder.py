@@ -12,7 +12,15 @@ from torch import Tensor
 from tandem_backend.model.batch import AcceptedRows, RowBatch, accept_rows
 from tandem_backend.model.checkpoint import Checkpoint
 from tandem_backend.model.config import ModelConfig, load_model_config
-from tandem_backend.model.layers import MLP, Attention, AttentionRows, DeltaRows, GatedDeltaNet, RopeTables
+from tandem_backend.model.layers import (
+    MLP,
+    Attention,
+    AttentionRows,
+    DeltaRows,
+    GatedDeltaNet,
+    RopeTables,
+    commit_delta_layers,
+)
 from tandem_backend.model.layout import WeightReader
 from tandem_backend.model.state import KVLayer, ModelState, RecurrentLayer
 
@@ -88,9 +96,20 @@ class Decoder:
     ) -> AcceptedRows:
         """Write what each sequence keeps of the pass: `paths` are local row indices, root first, maybe empty."""
         accepted = accept_rows(batch, paths, state.block)
-        if accepted.seqs:
-            for layer, rows, layer_state in zip(self.layers, result.layer_rows, state.layers, strict=True):
+        if not len(accepted.slots):
+            return accepted
+        mixers: list[GatedDeltaNet] = []
+        delta_rows: list[DeltaRows] = []
+        delta_states: list[RecurrentLayer] = []
+        for layer, rows, layer_state in zip(self.layers, result.layer_rows, state.layers, strict=True):
+            if isinstance(layer.mixer, Attention):
                 layer.mixer.commit(rows, accepted, layer_state)  # type: ignore[arg-type]
+            else:
+                mixers.append(layer.mixer)
+                delta_rows.append(rows)  # type: ignore[arg-type]
+                delta_states.append(layer_state)  # type: ignore[arg-type]
+        if mixers:
+            commit_delta_layers(mixers, delta_rows, delta_states, accepted)
         return accepted
 
     def num_weight_bytes(self) -> int:

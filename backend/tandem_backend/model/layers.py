@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of decoder layers: weights from the checkpoint, work by the kernels. Forward reads state, commit writes it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tandem_kernels as kernels
@@ -65,12 +66,8 @@ class Attention:
         shape = (num_rows, self.kernel.kv_heads, self.kernel.dim)
         return AttentionRows(torch.empty(shape), torch.empty(shape))
 
-    def forward(
-        self, x: Tensor, batch: RowBatch, state: KVLayer, rows: AttentionRows | None = None
-    ) -> tuple[Tensor, AttentionRows]:
-        """x: [rows, hidden]. `rows` may begin with those of earlier rows of the pass: batch.parents and batch.row_seqs
-        cover them too, batch.positions only x's."""
-        rows = self.new_rows(x.shape[0]) if rows is None else rows
+    def forward(self, x: Tensor, batch: RowBatch, state: KVLayer) -> tuple[Tensor, AttentionRows]:
+        rows = self.new_rows(x.shape[0])
         out = kernels.attention_layer(
             self.kernel,
             x,
@@ -128,14 +125,24 @@ class GatedDeltaNet:
         )
         return out, DeltaRows(projected, qkv)
 
-    def commit(self, rows: DeltaRows, accepted: AcceptedRows, state: RecurrentLayer) -> None:
-        path = (accepted.slots, accepted.path_starts, accepted.path_rows)
-        layer = self.kernel
-        ab = rows.projected[:, -2 * layer.value_heads :]
-        kernels.gated_delta_commit(
-            rows.qkv, ab, layer.a_log, layer.dt_bias, state.delta, *path, key_heads=layer.key_heads
-        )
-        kernels.update_conv_state(rows.projected, state.conv, *path)
+
+def commit_delta_layers(
+    mixers: Sequence[GatedDeltaNet],
+    rows: Sequence[DeltaRows],
+    states: Sequence[RecurrentLayer],
+    accepted: AcceptedRows,
+) -> None:
+    """Replay the accepted rows in all delta layers at once: a layer alone is too little work for a call."""
+    kernels.commit_delta_layers(
+        [mixer.kernel for mixer in mixers],
+        [part.projected for part in rows],
+        [part.qkv for part in rows],
+        [state.conv for state in states],
+        [state.delta for state in states],
+        accepted.slots,
+        accepted.path_starts,
+        accepted.path_rows,
+    )
 
 
 class MLP:

@@ -5,17 +5,31 @@ Format: `mtp.*` of Qwen3-Next and Qwen3.5. At position t it takes fc([norm(embed
 target's hidden state after its final norm, or for further drafts its own output at the position before.
 """
 
+import math
+from dataclasses import dataclass
+
 import tandem_kernels as kernels
 import torch
 from torch import Tensor
 
 from tandem_backend.errors import CheckpointError
-from tandem_backend.model.batch import RowBatch
 from tandem_backend.model.checkpoint import Checkpoint
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.layers import MLP, Attention, AttentionRows
 from tandem_backend.model.layout import WeightReader
 from tandem_backend.model.state import KVLayer
+
+
+@dataclass(frozen=True, slots=True)
+class MtpRows:
+    """Rows of one pass: a token and its place in a sequence each. Parents and sequences cover earlier rows too."""
+
+    token_ids: Tensor  # [rows] int64
+    positions: Tensor  # [rows] int32
+    parents: Tensor  # [earlier and these rows] int32, row indices, -1 for a first row
+    row_seqs: Tensor  # [earlier and these rows] int32
+    prefix_lens: Tensor  # [seqs] int32, written positions
+    block_tables: Tensor  # [seqs, longest] int32
 
 
 class MtpHead:
@@ -44,39 +58,38 @@ class MtpHead:
         )
 
     @torch.inference_mode()
-    def forward(
-        self, hidden: Tensor, batch: RowBatch, kv: KVLayer, earlier: AttentionRows | None = None
-    ) -> tuple[Tensor, AttentionRows]:
-        """hidden: [rows, hidden_size]; batch.token_ids are the tokens after them. Returns outputs [rows, hidden_size].
+    def forward(self, hidden: Tensor, rows: MtpRows, kv: KVLayer, memory: AttentionRows) -> Tensor:
+        """hidden: [rows, hidden_size], before the tokens of `rows`. Returns the outputs [rows, hidden_size].
 
-        Rows `earlier` of the same draft come before these: batch.parents and batch.row_seqs cover them too.
+        memory holds the keys and values of the draft's earlier rows, and takes those of these rows after them.
         """
-        rows = self.attention.new_rows(len(batch.parents))
-        if earlier is not None:
-            num_earlier = len(earlier.keys)
-            rows.keys[:num_earlier], rows.values[:num_earlier] = earlier.keys, earlier.values
-        out = kernels.mtp_layer(
+        total = len(rows.parents)
+        return kernels.mtp_layer(
             self.kernel,
-            batch.token_ids,
+            rows.token_ids,
             hidden,
-            rows.keys,
-            rows.values,
-            batch.positions,
-            batch.parents,
-            batch.row_seqs,
-            batch.prefix_lens,
-            batch.block_tables,
+            memory.keys[:total],
+            memory.values[:total],
+            rows.positions,
+            rows.parents,
+            rows.row_seqs,
+            rows.prefix_lens,
+            rows.block_tables,
             kv.keys,
             kv.values,
         )
-        return out, rows
+
+    @torch.inference_mode()
+    def store(self, memory: AttentionRows, rows: Tensor, places: Tensor, kv: KVLayer) -> None:
+        """Write rows [n] int32 of memory to the places [n] int64 (block index * block + offset) of kv."""
+        kernels.store_kv(memory.keys, memory.values.flatten(1), kv.keys, kv.values, rows, places)
 
     @torch.inference_mode()
     def top_tokens(self, hidden: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The `count` likeliest tokens of each row and their probabilities within the drafted vocabulary."""
         if count == 1:
             ids, logprobs = kernels.mtp_guess(self.kernel, hidden)
-            return ids[:, None].tolist(), logprobs.exp()[:, None].tolist()
+            return [[token_id] for token_id in ids.tolist()], [[math.exp(value)] for value in logprobs.tolist()]
         logits = kernels.linear(hidden, self.kernel.head)
         probs, top_ids = torch.softmax(logits, dim=-1).topk(min(count, logits.shape[1]), dim=-1)
         return top_ids.tolist(), probs.tolist()

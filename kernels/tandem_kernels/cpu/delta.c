@@ -112,6 +112,16 @@ static void commit_path(void *context, long task, int thread) {
     }
 }
 
+typedef struct {
+    const delta_args *layers;
+    long tasks_per_layer;
+} delta_layers_args;
+
+static void commit_layer_path(void *context, long task, int thread) {
+    const delta_layers_args *a = context;
+    commit_path((void *)(a->layers + task / a->tasks_per_layer), task % a->tasks_per_layer, thread);
+}
+
 // qkv [rows, 2 * key_heads * dk + value_heads * dv] after the convolution; ab [rows, 2 * value_heads] with row stride
 // ldab: decay input a, then write-strength input b. state [slots, value_heads, dk, dv] is read only.
 // seq_starts [num_seqs + 1] are row offsets, no sequence is empty; parents [rows] are row indices, -1 for a sequence's
@@ -136,4 +146,18 @@ EXPORT void tandem_gated_delta_commit(const float *qkv, const float *ab, long ld
                     .seq_starts = path_starts, .path_rows = path_rows, .slots = slots, .ldab = ldab,
                     .key_heads = key_heads, .value_heads = value_heads, .dk = dk, .dv = dv};
     parallel_for(num_seqs * value_heads, 1, commit_path, &a);
+}
+
+// The same for num_layers layers of equal sizes: pointers by layer.
+EXPORT void tandem_gated_delta_commit_layers(long num_layers, const float *const *qkv, const float *const *ab, long ldab,
+                                             const float *const *a_log, const float *const *dt_bias, float *const *state,
+                                             const int32_t *slots, const int32_t *path_starts, const int32_t *path_rows,
+                                             long num_seqs, long key_heads, long value_heads, long dk, long dv) {
+    delta_args layers[num_layers];
+    for (long i = 0; i < num_layers; i++)
+        layers[i] = (delta_args){.qkv = qkv[i], .ab = ab[i], .a_log = a_log[i], .dt_bias = dt_bias[i], .state = state[i],
+                                 .seq_starts = path_starts, .path_rows = path_rows, .slots = slots, .ldab = ldab,
+                                 .key_heads = key_heads, .value_heads = value_heads, .dk = dk, .dv = dv};
+    delta_layers_args a = {layers, num_seqs * value_heads};
+    parallel_for(num_layers * a.tasks_per_layer, 1, commit_layer_path, &a);
 }

@@ -2,6 +2,7 @@
 """Calls of whole residual blocks. A block's weights and sizes are laid out once, as the C structure of layers.c."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.cpu.library import load_library
-from tandem_kernels.cpu.ops import PackedWeight
+from tandem_kernels.cpu.ops import PackedWeight, update_conv_state
 
 if TYPE_CHECKING:
     from tandem_kernels.layers import AttentionLayer, DeltaLayer, MlpLayer, MtpLayer
@@ -259,3 +260,39 @@ def mtp_guess(handle: Handle, hidden: Tensor) -> tuple[Tensor, Tensor]:
         handle.address, hidden.data_ptr(), logits.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), rows
     )
     return ids, logprobs
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Any:
+    return (_POINTER * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+
+
+def commit_delta_layers(
+    layers: Sequence["DeltaLayer"],
+    projected: Sequence[Tensor],
+    qkv: Sequence[Tensor],
+    conv_states: Sequence[Tensor],
+    delta_states: Sequence[Tensor],
+    slots: Tensor,
+    path_starts: Tensor,
+    path_rows: Tensor,
+) -> None:
+    layer, width = layers[0], projected[0].shape[1]
+    _library.tandem_gated_delta_commit_layers(
+        len(layers),
+        _addresses(qkv),
+        _addresses([part[:, width - 2 * layer.value_heads :] for part in projected]),
+        width,
+        _addresses([layer.a_log for layer in layers]),
+        _addresses([layer.dt_bias for layer in layers]),
+        _addresses(delta_states),
+        slots.data_ptr(),
+        path_starts.data_ptr(),
+        path_rows.data_ptr(),
+        slots.shape[0],
+        layer.key_heads,
+        layer.value_heads,
+        layer.dk,
+        layer.dv,
+    )
+    for part, state in zip(projected, conv_states, strict=True):
+        update_conv_state(part, state, slots, path_starts, path_rows)

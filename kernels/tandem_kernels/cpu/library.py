@@ -29,6 +29,7 @@ SIGNATURES: dict[str, list[type]] = {
     "tandem_argmax": [P, P, P, L, L],
     "tandem_gated_delta": [P, P, L, P, P, P, P, P, P, P, L, L, L, L, L],
     "tandem_gated_delta_commit": [P, P, L, P, P, P, P, P, P, L, L, L, L, L],
+    "tandem_gated_delta_commit_layers": [L, P, P, L, P, P, P, P, P, P, L, L, L, L, L],
     "tandem_attention": [P, P, P, L, P, P, P, L, P, P, P, F, P, L, L, L, L, L, L],
     "tandem_attention_layer": [P, P, P, P, P, L, L, P, P, P, P, P, L, P, P, L],
     "tandem_delta_layer": [P, P, P, P, P, L, L, P, P, P, P, P, P],

@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
-from tandem_backend.model.batch import RowBatch, SequenceRows, accept_rows, build_batch
-from tandem_backend.model.layers import AttentionRows
-from tandem_backend.model.mtp import MtpHead
+from tandem_backend.model.batch import int32_views
+from tandem_backend.model.mtp import MtpHead, MtpRows
 from tandem_backend.model.state import KVLayer
 
-_NONE = torch.empty(0, dtype=torch.int32)  # an attention layer reads no slots
 PROMPT_ROWS = 32  # a round that commits so many holds prompt rows, which are written at once
 MAX_PENDING_ROWS = 256
 
@@ -29,7 +27,7 @@ class _Track:
 
     num_written: int = 0
     pending: list[CommittedRows] = field(default_factory=list)
-    output: Tensor | None = None  # [hidden_size] at the last written position
+    output: Tensor | None = None  # [1, hidden_size], at the last written position
 
     @property
     def num_rows(self) -> int:
@@ -105,7 +103,7 @@ class MtpDrafter:
         if ready:
             tracks = [self._tracks[draft.context.key] for draft in ready]
             self._write_pending([track for track in tracks if track.pending])
-            self._grow(ready, torch.stack([track.output for track in tracks if track.output is not None]))
+            self._grow(ready, torch.cat([track.output for track in tracks if track.output is not None]))
         return [Proposal(draft.token_ids, draft.parents, draft.scores) for draft in drafts]
 
     def _is_in_step(self, context: DraftContext) -> bool:
@@ -116,25 +114,34 @@ class MtpDrafter:
         """Write the waiting rows' KV and keep the output at each sequence's last row."""
         if not tracks:
             return
-        hidden = torch.cat([rows.hidden for track in tracks for rows in track.pending])
-        batch = build_batch(
-            [
-                SequenceRows(
-                    [token_id for rows in track.pending for token_id in rows.next_token_ids],
-                    track.num_written,
-                    slot=0,
-                    block_table=track.pending[-1].block_table,
-                )
-                for track in tracks
-            ]
-        )
-        out, rows = self.head.forward(hidden, batch, self.kv)
-        paths = [range(end - start) for start, end in zip(batch.starts[:-1], batch.starts[1:], strict=True)]
-        self.head.attention.commit(rows, accept_rows(batch, paths, self.block), self.kv)
-        for track, end in zip(tracks, batch.starts[1:], strict=True):
+        chunks = [rows for track in tracks for rows in track.pending]
+        hidden = torch.cat([rows.hidden for rows in chunks]) if len(chunks) > 1 else chunks[0].hidden
+        token_ids: list[int] = []
+        positions: list[int] = []
+        parents: list[int] = []
+        row_seqs: list[int] = []
+        places: list[int] = []
+        ends: list[int] = []
+        for seq, track in enumerate(tracks):
+            first, count, table = len(parents), track.num_pending, track.pending[-1].block_table
+            token_ids.extend(token_id for rows in track.pending for token_id in rows.next_token_ids)
+            span = range(track.num_written, track.num_written + count)
+            positions.extend(span)
+            parents.append(-1)
+            parents.extend(range(first, first + count - 1))
+            row_seqs.extend([seq] * count)
+            places.extend([table[position // self.block] * self.block + position % self.block for position in span])
+            ends.append(first + count)
+        prefix_lens, tables = _prefixes([(track.num_written, track.pending[-1].block_table) for track in tracks])
+        parts = int32_views(positions, parents, row_seqs, range(len(parents)))
+        rows = MtpRows(torch.tensor(token_ids), parts[0], parts[1], parts[2], prefix_lens, tables)
+        memory = self.head.attention.new_rows(len(parents))
+        out = self.head.forward(hidden, rows, self.kv, memory)
+        self.head.store(memory, parts[3], torch.tensor(places), self.kv)
+        for track, end in zip(tracks, ends, strict=True):
             track.num_written += track.num_pending
             track.pending.clear()
-            track.output = out[end - 1]
+            track.output = out[end - 1 : end]
 
     def _grow(self, drafts: Sequence[_Draft], hidden: Tensor) -> None:
         """Expand the drafts depth by depth, all sequences in one pass; hidden is the outputs at the anchors."""
@@ -142,17 +149,18 @@ class MtpDrafter:
         rows_of: dict[tuple[int, int], int] = {}  # (sequence, node) -> its row among the draft's
         seq_of: list[int] = []
         parents: list[int] = []
-        earlier: AttentionRows | None = None
-        prefix_lens, tables = _prefixes(drafts)
+        memory = self.head.attention.new_rows(sum(draft.context.max_nodes for draft in drafts))
+        prefix_lens, tables = _prefixes(
+            [(len(draft.context.token_ids) - 1, draft.context.block_table) for draft in drafts]
+        )
         while True:
             begun = time.perf_counter()
             first = [len(draft.token_ids) for draft in drafts]
             self._add_children(drafts, frontier, hidden)
             parent_rows = {node: row for row, node in enumerate(frontier)}
+            step_ms = self._step_ms / len(drafts)
             frontier = [
-                (s, node)
-                for s, draft in enumerate(drafts)
-                for node in draft.expandable(first[s], self.width, self._step_ms / len(drafts))
+                (s, n) for s, draft in enumerate(drafts) for n in draft.expandable(first[s], self.width, step_ms)
             ]
             if not frontier:
                 return
@@ -161,9 +169,14 @@ class MtpDrafter:
                 rows_of[seq, node] = len(seq_of)
                 parents.append(rows_of[seq, parent] if parent >= 0 else -1)
                 seq_of.append(seq)
-            inputs = hidden[[parent_rows[seq, drafts[seq].parents[node]] for seq, node in frontier]]
-            batch = _draft_batch(drafts, frontier, parents, seq_of, prefix_lens, tables)
-            hidden, earlier = self.head.forward(inputs, batch, self.kv, earlier)
+            sources = [parent_rows[seq, drafts[seq].parents[node]] for seq, node in frontier]
+            if sources != list(range(len(hidden))):
+                hidden = hidden[sources]
+            token_ids = torch.tensor([drafts[seq].token_ids[node] for seq, node in frontier])
+            positions = [len(drafts[seq].context.token_ids) + drafts[seq].depths[node] - 2 for seq, node in frontier]
+            parts = int32_views(positions, parents, seq_of)
+            rows = MtpRows(token_ids, parts[0], parts[1], parts[2], prefix_lens, tables)
+            hidden = self.head.forward(hidden, rows, self.kv, memory)
             self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
 
     def _add_children(self, drafts: Sequence[_Draft], frontier: Sequence[tuple[int, int]], hidden: Tensor) -> None:
@@ -175,36 +188,9 @@ class MtpDrafter:
                     draft.add(node, token_id, prob)
 
 
-def _prefixes(drafts: Sequence[_Draft]) -> tuple[Tensor, Tensor]:
-    """Written positions and block tables, by sequence."""
-    contexts = [draft.context for draft in drafts]
-    tables = torch.zeros(len(contexts), max(len(context.block_table) for context in contexts), dtype=torch.int32)
-    for seq, context in enumerate(contexts):
-        tables[seq, : len(context.block_table)] = torch.tensor(context.block_table, dtype=torch.int32)
-    prefix_lens = [len(context.token_ids) - 1 for context in contexts]
-    return torch.tensor(prefix_lens, dtype=torch.int32), tables
-
-
-def _draft_batch(
-    drafts: Sequence[_Draft],
-    frontier: Sequence[tuple[int, int]],
-    parents: list[int],
-    seq_of: list[int],
-    prefix_lens: Tensor,
-    tables: Tensor,
-) -> RowBatch:
-    """The frontier's rows; parents and row_seqs cover the rows of earlier depths too."""
-    positions = [len(drafts[seq].context.token_ids) + drafts[seq].depths[node] - 2 for seq, node in frontier]
-    return RowBatch(
-        token_ids=torch.tensor([drafts[seq].token_ids[node] for seq, node in frontier]),
-        positions=torch.tensor(positions, dtype=torch.int32),
-        parents=torch.tensor(parents, dtype=torch.int32),
-        row_seqs=torch.tensor(seq_of, dtype=torch.int32),
-        row_slots=_NONE,
-        seq_starts=_NONE,
-        slots=_NONE,
-        prefix_lens=prefix_lens,
-        block_tables=tables,
-        logit_rows=None,
-        starts=(0, len(frontier)),
-    )
+def _prefixes(sequences: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, Tensor]:
+    """Written positions [seqs] and block tables [seqs, longest] of (num_written, block_table)."""
+    longest = max(len(table) for _, table in sequences)
+    padded = [block for _, table in sequences for block in (*table, *[0] * (longest - len(table)))]
+    prefix_lens, tables = int32_views([num_written for num_written, _ in sequences], padded)
+    return prefix_lens, tables.view(len(sequences), longest)
