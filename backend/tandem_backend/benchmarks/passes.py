@@ -10,7 +10,7 @@ from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import KV_BLOCK, allocate_state
 
 CONTEXT_LEN = 256
-NUM_WARM_UPS = 3
+NUM_WARM_UPS, NUM_TIMED = 3, 5  # passes of a burst
 
 
 def chain(num_rows: int) -> list[int]:
@@ -47,18 +47,23 @@ class PassTimer:
         decoder.commit(result, batch, [range(self.context_len)], self.state)
 
     def median_ms(self, trees: Mapping[int, Sequence[int]], repeats: int) -> dict[int, float]:
-        """Milliseconds by rows; `trees` are parents by rows. The sizes take turns, so that a slow spell hits all."""
+        """Milliseconds by rows; `trees` are parents by rows.
+
+        The sizes take turns, so that a slow spell hits all; a turn is a burst whose first passes only warm the caches:
+        in decoding too a pass follows passes of about its own size.
+        """
         batches = {
             n: build_batch([SequenceRows(self._token_ids(n), self.context_len, 0, self.blocks, parents=parents)])
             for n, parents in trees.items()
         }
         measured: dict[int, list[float]] = {n: [] for n in trees}
-        for repeat in range(NUM_WARM_UPS + repeats):
+        for _ in range(repeats):
             for n, batch in batches.items():
-                begun = time.perf_counter()
-                self.decoder.forward(batch, self.state)
-                if repeat >= NUM_WARM_UPS:
-                    measured[n].append(1e3 * (time.perf_counter() - begun))
+                for number in range(NUM_WARM_UPS + NUM_TIMED):
+                    begun = time.perf_counter()
+                    self.decoder.forward(batch, self.state)
+                    if number >= NUM_WARM_UPS:
+                        measured[n].append(1e3 * (time.perf_counter() - begun))
         return {n: statistics.median(times) for n, times in measured.items()}
 
     def _token_ids(self, count: int) -> list[int]:

@@ -43,7 +43,7 @@ class TransformersModel:
     def __init__(self, checkpoint: Path, num_threads: int) -> None:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
-        torch.set_num_threads(num_threads)
+        self.num_threads = num_threads
         try:
             self.model = AutoModelForCausalLM.from_pretrained(
                 str(checkpoint), dtype=torch.float32, local_files_only=True
@@ -57,8 +57,12 @@ class TransformersModel:
         """Continue the prompt by exactly `num_tokens` tokens."""
         clock = _Clock()
         token_ids = torch.tensor([list(prompt)])
-        self.model.generate(
-            token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=num_tokens, streamer=clock
-        )
+        torch.set_num_threads(self.num_threads)
+        try:
+            self.model.generate(
+                token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=num_tokens, streamer=clock
+            )
+        finally:
+            torch.set_num_threads(1)  # idle threads of torch's spin, and our side's turn is next
         begun, first, *_ = clock.times
         return Generated(first - begun, clock.times[-1] - first, num_tokens - 1)

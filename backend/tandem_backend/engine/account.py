@@ -4,9 +4,9 @@
 from dataclasses import dataclass
 
 # In tokens, as all amounts of an account: what a token costs without drafts is the unit of time.
-CREDIT = 0.5  # for a sequence that nothing is known of yet
+CREDIT = 0.4  # for a sequence that nothing is known of yet
 CAP = 2.0  # how much of earlier gains a drafter may lose again
-RATE = 0.01  # a round's deposit: the share of time that goes to trying a drafter that does not pay
+RATE = 0.005  # a round's deposit: the share of time that goes to trying a drafter that does not pay
 
 
 @dataclass(slots=True)

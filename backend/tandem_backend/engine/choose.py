@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tandem_kernels as kernels
-import torch
 from torch import Tensor
 
 from tandem_backend.engine.draft_tree import DraftTree
@@ -20,7 +19,6 @@ class Choice:
     logprobs: list[float]
 
 
-@torch.inference_mode()
 def choose(logits: Tensor, scheduled: Sequence[ScheduledRows], trees: Sequence[DraftTree | None]) -> list[Choice]:
     """logits: [rows with logits, vocab] float32, changed in place where a request forbids tokens."""
     counts = [

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import tandem_kernels as kernels
-import torch
 
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine.drafters.base import Drafter
@@ -53,8 +52,6 @@ class Engine:
         extra_drafters are asked beside the configured ones by requests that name them; record_logits sees the logits
         row that chose each output token.
         """
-        # The kernels have their own threads: torch's would fight them for the cores.
-        torch.set_num_threads(1)
         kernels.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.model = Decoder(config.checkpoint)

@@ -16,8 +16,8 @@ from tandem_backend.engine.proposal_tree import ProposalTree
 from tandem_backend.errors import ConfigError
 
 # Measured with the bundled model on two cores (tandem bench verify-curve); a machine's speed is learned as a factor.
-DEFAULT_ROWS = (1, 2, 4, 8, 16, 32, 64)
-DEFAULT_MS = (1.3, 1.35, 1.45, 2.2, 3.7, 6.9, 13.0)
+DEFAULT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+DEFAULT_MS = (0.78, 0.83, 0.95, 1.06, 1.40, 1.73, 2.44, 3.10, 4.43, 5.84, 8.41, 10.96)
 
 
 @dataclass(slots=True)

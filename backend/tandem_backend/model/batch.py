@@ -45,7 +45,7 @@ class RowBatch:
 def int32_views(*parts: Sequence[int]) -> tuple[Tensor, ...]:
     """One tensor a part, all views of one: at a few rows making tensors costs more than filling them."""
     flat = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
-    views: tuple[Tensor, ...] = flat.split([len(part) for part in parts])
+    views: tuple[Tensor, ...] = flat.split_with_sizes([len(part) for part in parts])
     return views
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tandem_kernels as kernels
-import torch
 from torch import Tensor
 
 from tandem_backend.model.batch import AcceptedRows, RowBatch, accept_rows
@@ -78,7 +77,6 @@ class Decoder:
         """token_ids: [rows] int64. Returns [rows, hidden] float32."""
         return self.embedding[token_ids].float()
 
-    @torch.inference_mode()
     def forward(self, batch: RowBatch, state: ModelState) -> ForwardResult:
         """Logits of the batch's logit rows. Reads state, writes none: a pass that fails leaves every sequence whole."""
         x = self.embed(batch.token_ids)
@@ -90,7 +88,6 @@ class Decoder:
         chosen = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
         return ForwardResult(kernels.linear(chosen, self.head), hidden, tuple(layer_rows))
 
-    @torch.inference_mode()
     def commit(
         self, result: ForwardResult, batch: RowBatch, paths: Sequence[Sequence[int]], state: ModelState
     ) -> AcceptedRows:

@@ -57,7 +57,6 @@ class MtpHead:
             eps=config.rms_eps,
         )
 
-    @torch.inference_mode()
     def forward(self, hidden: Tensor, rows: MtpRows, kv: KVLayer, memory: AttentionRows) -> Tensor:
         """hidden: [rows, hidden_size], before the tokens of `rows`. Returns the outputs [rows, hidden_size].
 
@@ -79,12 +78,10 @@ class MtpHead:
             kv.values,
         )
 
-    @torch.inference_mode()
     def store(self, memory: AttentionRows, rows: Tensor, places: Tensor, kv: KVLayer) -> None:
         """Write rows [n] int32 of memory to the places [n] int64 (block index * block + offset) of kv."""
         kernels.store_kv(memory.keys, memory.values.flatten(1), kv.keys, kv.values, rows, places)
 
-    @torch.inference_mode()
     def top_tokens(self, hidden: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The `count` likeliest tokens of each row and their probabilities within the drafted vocabulary."""
         if count == 1:

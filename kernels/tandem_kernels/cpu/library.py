@@ -8,6 +8,8 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
+import torch
+
 # What a level needs, as /proc/cpuinfo names it; best first.
 LEVELS = {
     "v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -73,6 +75,10 @@ def load_library(level: str | None = None) -> ctypes.CDLL:
 
 
 def set_num_threads(num_threads: int) -> int:
-    """Let kernels of this process run on so many threads; returns how many it got, -1 outside 1 to 512."""
+    """Let kernels of this process run on so many threads; returns how many it got, -1 outside 1 to 512.
+
+    torch is left with one thread: its idle ones spin, and would fight the kernels for the cores.
+    """
+    torch.set_num_threads(1)
     granted: int = load_library().tandem_set_num_threads(num_threads)
     return granted

@@ -132,12 +132,16 @@ class MtpDrafter:
             row_seqs.extend([seq] * count)
             places.extend([table[position // self.block] * self.block + position % self.block for position in span])
             ends.append(first + count)
-        prefix_lens, tables = _prefixes([(track.num_written, track.pending[-1].block_table) for track in tracks])
-        parts = int32_views(positions, parents, row_seqs, range(len(parents)))
-        rows = MtpRows(torch.tensor(token_ids), parts[0], parts[1], parts[2], prefix_lens, tables)
+        rows = _mtp_rows(
+            token_ids,
+            positions,
+            parents,
+            row_seqs,
+            [(track.num_written, track.pending[-1].block_table) for track in tracks],
+        )
         memory = self.head.attention.new_rows(len(parents))
         out = self.head.forward(hidden, rows, self.kv, memory)
-        self.head.store(memory, parts[3], torch.tensor(places), self.kv)
+        self.head.store(memory, torch.arange(len(parents), dtype=torch.int32), torch.tensor(places), self.kv)
         for track, end in zip(tracks, ends, strict=True):
             track.num_written += track.num_pending
             track.pending.clear()
@@ -150,9 +154,7 @@ class MtpDrafter:
         seq_of: list[int] = []
         parents: list[int] = []
         memory = self.head.attention.new_rows(sum(draft.context.max_nodes for draft in drafts))
-        prefix_lens, tables = _prefixes(
-            [(len(draft.context.token_ids) - 1, draft.context.block_table) for draft in drafts]
-        )
+        prefixes = [(len(draft.context.token_ids) - 1, draft.context.block_table) for draft in drafts]
         while True:
             begun = time.perf_counter()
             first = [len(draft.token_ids) for draft in drafts]
@@ -172,11 +174,11 @@ class MtpDrafter:
             sources = [parent_rows[seq, drafts[seq].parents[node]] for seq, node in frontier]
             if sources != list(range(len(hidden))):
                 hidden = hidden[sources]
-            token_ids = torch.tensor([drafts[seq].token_ids[node] for seq, node in frontier])
+            token_ids = [drafts[seq].token_ids[node] for seq, node in frontier]
             positions = [len(drafts[seq].context.token_ids) + drafts[seq].depths[node] - 2 for seq, node in frontier]
-            parts = int32_views(positions, parents, seq_of)
-            rows = MtpRows(token_ids, parts[0], parts[1], parts[2], prefix_lens, tables)
-            hidden = self.head.forward(hidden, rows, self.kv, memory)
+            hidden = self.head.forward(
+                hidden, _mtp_rows(token_ids, positions, parents, seq_of, prefixes), self.kv, memory
+            )
             self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
 
     def _add_children(self, drafts: Sequence[_Draft], frontier: Sequence[tuple[int, int]], hidden: Tensor) -> None:
@@ -188,9 +190,16 @@ class MtpDrafter:
                     draft.add(node, token_id, prob)
 
 
-def _prefixes(sequences: Sequence[tuple[int, Sequence[int]]]) -> tuple[Tensor, Tensor]:
-    """Written positions [seqs] and block tables [seqs, longest] of (num_written, block_table)."""
-    longest = max(len(table) for _, table in sequences)
-    padded = [block for _, table in sequences for block in (*table, *[0] * (longest - len(table)))]
-    prefix_lens, tables = int32_views([num_written for num_written, _ in sequences], padded)
-    return prefix_lens, tables.view(len(sequences), longest)
+def _mtp_rows(
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+    parents: Sequence[int],
+    row_seqs: Sequence[int],
+    prefixes: Sequence[tuple[int, Sequence[int]]],
+) -> MtpRows:
+    """The rows' tensors; `prefixes` are (written positions, block table) by sequence."""
+    longest = max(len(table) for _, table in prefixes)
+    tables = [block for _, table in prefixes for block in (*table, *[0] * (longest - len(table)))]
+    parts = int32_views(positions, parents, row_seqs, [num_written for num_written, _ in prefixes], tables)
+    table = parts[4].view(len(prefixes), longest)
+    return MtpRows(torch.tensor(token_ids), parts[0], parts[1], parts[2], parts[3], table)
