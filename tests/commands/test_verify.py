@@ -64,7 +64,6 @@ def break_forward(
     """Let `damage` change the logits of passes over `min_rows` rows or more; 2: as a tile-dependent kernel would."""
     whole = Decoder.forward
 
-    @torch.inference_mode()
     def forward(self: Decoder, batch: RowBatch, *rest: Any) -> ForwardResult:
         result = whole(self, batch, *rest)
         if batch.num_rows >= min_rows and len(result.logits):
