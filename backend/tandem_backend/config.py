@@ -39,6 +39,10 @@ class EngineConfig(BaseModel):
     )
     draft_model: Path | None = Field(default=None, description="checkpoint directory of the draft_model drafter")
     draft_vocab_size: int = Field(default=0, ge=0, description="the mtp drafter drafts token ids below this; 0: all")
+    mtp_width: int = Field(default=1, ge=1, le=16, description="nodes of a depth that the mtp drafter looks beyond")
+    mtp_top_k: int = Field(
+        default=1, ge=1, le=16, description="tokens it proposes after a node; 1 and width 1: a chain"
+    )
     max_draft_tokens: int = Field(default=16, ge=1, le=63, description="draft nodes of one sequence in a round")
     row_budget: int = Field(
         default=32, ge=1, le=1024, description="rows of a joint round, shared by anchors and draft nodes"

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_backend.engine.drafters.base import Proposal
 from tandem_backend.engine.proposal_tree import ProposalTree
-from tandem_backend.engine.router import Calibration, Router, VerifyCurve, load_verify_curve
+from tandem_backend.engine.router import MARGIN, Calibration, Router, VerifyCurve, load_verify_curve
 from tandem_backend.errors import ConfigError
 
 FLAT = VerifyCurve((1, 64), (1.0, 1.0))
@@ -50,7 +50,9 @@ def closed_sets(tree: ProposalTree) -> Iterator[set[int]]:
 def rate(router: Router, several: Sequence[ProposalTree], kept: Sequence[set[int]], others: int, fixed: float) -> float:
     """Tokens a millisecond that a choice of nodes promises."""
     tokens = len(several) + sum(tree.paths[node] for tree, nodes in zip(several, kept, strict=True) for node in nodes)
-    return tokens / (router.curve.cost(others + sum(map(len, kept))) + fixed)
+    plain = router.curve.cost(others)
+    added = router.curve.cost(others + sum(map(len, kept))) - plain
+    return tokens / (plain + MARGIN * added + fixed)
 
 
 @given(

@@ -2,7 +2,8 @@
 """Router: which draft nodes are worth their rows. It spends one row budget over all sequences of a joint round.
 
 Kept is the set that maximises (sequences + sum of q) / (verify(rows) + draft + commit), q being the probability that a
-node's whole path is accepted. A path's q only falls with depth, so the best set of any size is the best nodes first.
+node's whole path is accepted; what rows add to verify is charged with a margin. A path's q only falls with depth, so
+the best set of any size is the best nodes first.
 """
 
 import heapq
@@ -18,6 +19,10 @@ from tandem_backend.errors import ConfigError
 # Measured with the bundled model on two cores (tandem bench verify-curve); a machine's speed is learned as a factor.
 DEFAULT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 DEFAULT_MS = (0.78, 0.83, 0.95, 1.06, 1.40, 1.73, 2.44, 3.10, 4.43, 5.84, 8.41, 10.96)
+
+
+# A row must promise more than it costs: probabilities are estimates, and the host works for each node too.
+MARGIN = 1.3
 
 
 @dataclass(slots=True)
@@ -108,7 +113,7 @@ class Router:
         plain = self.curve.cost(num_other_rows)
         return Prices(
             token_ms=plain / max(num_sequences, 1) + commit_ms,
-            row_ms=(self.curve.cost(num_other_rows + 4) - plain) / 4,
+            row_ms=MARGIN * (self.curve.cost(num_other_rows + 4) - plain) / 4,
         )
 
     def cut(self, trees: Sequence[ProposalTree], num_other_rows: int, fixed_ms: float) -> list[set[int]]:
@@ -144,7 +149,8 @@ class Router:
         best, best_rate = 0, expected / (self.curve.cost(num_other_rows) + fixed_ms)
         for n, gain in enumerate(gains, start=1):
             expected += gain
-            rate = expected / (self.curve.cost(num_other_rows + n) + fixed_ms)
+            added_ms = self.curve.cost(num_other_rows + n) - self.curve.cost(num_other_rows)
+            rate = expected / (self.curve.cost(num_other_rows) + MARGIN * added_ms + fixed_ms)
             if rate > best_rate:
                 best, best_rate = n, rate
         return best

@@ -22,6 +22,7 @@ AUTO = "auto"
 class DrafterPlan:
     """Drafters whose weights are loaded, but not their state: the size of the block pool depends on them."""
 
+    config: EngineConfig
     names: tuple[str, ...]
     mtp_head: MtpHead | None = field(default=None)
     draft_model: Decoder | None = field(default=None)
@@ -39,7 +40,8 @@ class DrafterPlan:
             drafters["lookup"] = LookupDrafter()
         if self.mtp_head is not None:
             kv = allocate_kv_layer(self.mtp_head.decoder.config, num_blocks)
-            drafters["mtp"] = MtpDrafter(self.mtp_head, kv, KV_BLOCK, width=1, top_k=1)
+            width, top_k = self.config.mtp_width, self.config.mtp_top_k
+            drafters["mtp"] = MtpDrafter(self.mtp_head, kv, KV_BLOCK, width=width, top_k=top_k)
         if self.draft_model is not None:
             state = allocate_state(self.draft_model.config, num_blocks, num_slots)
             drafters["draft_model"] = DraftModelDrafter(self.draft_model, state)
@@ -61,7 +63,7 @@ def plan_drafters(config: EngineConfig, target: Decoder, tokenizer: Tokenizer | 
     if "mtp" in names:
         head = MtpHead(target, Checkpoint(config.checkpoint), config.draft_vocab_size)
     draft = _load_draft_model(config, target, tokenizer) if "draft_model" in names else None
-    return DrafterPlan(names, head, draft)
+    return DrafterPlan(config, names, head, draft)
 
 
 def _resolve(name: str, target: Decoder) -> tuple[str, ...]:
