@@ -26,8 +26,10 @@ class EngineConfig(BaseModel):
     )
     max_active: int = Field(default=32, ge=1, le=1024, description="requests decoded together in one round")
     max_queued: int = Field(default=256, ge=0, description="requests that wait; more are answered UNAVAILABLE")
-    max_sessions: int = Field(default=256, ge=1, description="sequences whose state is kept between their turns")
-    session_idle_s: float = Field(default=300.0, gt=0, description="a session unused for so long is dropped")
+    max_sessions: int = Field(
+        default=256, ge=1, le=65536, description="sequences whose state is kept between their turns"
+    )
+    session_idle_s: float = Field(default=300.0, gt=0, le=1e9, description="a session unused for so long is dropped")
     kv_cache_bytes: int = Field(default=512 * MIB, ge=MIB, description="memory of the KV block pool")
     max_prefill_rows: int = Field(default=256, ge=1, le=8192, description="prompt rows in one round")
     joint_prefill_rows: int = Field(default=64, ge=1, le=8192, description="the same while other requests are decoding")

@@ -138,9 +138,15 @@ def test_a_timeout_cancels(client: TandemClient) -> None:
     assert time.monotonic() - started_s < 5
 
 
+def heed_ctrl_c() -> None:
+    """Tests that run in a shell's background inherit an ignored SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def tandem(server: Any, *args: str, **popen: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "from tandem_client.cli import main; main()", *args, "--url", server.grpc_url]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **popen)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_ctrl_c, **popen)
 
 
 def test_generate_command(client: TandemClient, server: Any) -> None:

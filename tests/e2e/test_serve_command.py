@@ -45,7 +45,14 @@ def _write_model(repository: Path, statement: str = "pass") -> Path:
 @contextmanager
 def _serving(repository: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     command = [TANDEM, "serve", f"--model-repository={repository}", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # Tests that run in a shell's background inherit an ignored SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     try:
         yield process
     finally:

@@ -64,6 +64,9 @@ class ScriptedEngine:
             if self.requests[request_id].sequence_id == sequence_id:
                 self.cancel(request_id)
 
+    def end_sequence(self, sequence_id: SequenceId) -> None:
+        self.sessions.discard(sequence_id)
+
     def has_work(self) -> bool:
         return bool(self._left)
 

@@ -138,6 +138,19 @@ def test_stop_ends_a_running_turn(model: TritonPythonModel) -> None:
     assert [response.value("text_output") for response in stop.sender.wait()] == [[""]]
 
 
+def test_a_refused_turn_ends_its_sequence_all_the_same(model: TritonPythonModel) -> None:
+    opened = InferenceRequest.of(text_input="short", sequence_id=7, flags=1)
+    model.execute([opened])
+    opened.sender.wait()
+    refused = InferenceRequest.of(text_input="", sequence_id=7, flags=2)
+    model.execute([refused])
+    assert refused.sender.wait()[0].has_error()
+    deadline = time.monotonic() + 5
+    while model._engine.sessions and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not model._engine.sessions
+
+
 def test_requests_are_counted_by_their_outcome(model: TritonPythonModel, registry: dict[str, Metric]) -> None:
     def count(outcome: str) -> float:
         name = f'tandem_requests_total{{model="tandem",version="1",outcome="{outcome}"}}'

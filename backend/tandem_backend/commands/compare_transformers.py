@@ -112,7 +112,7 @@ class Comparator:
         kernels.set_num_threads(len(os.sched_getaffinity(0)))
         self.decoder = Decoder(checkpoint)
         self.tokenizer = Tokenizer(checkpoint)
-        self.encoder = PromptEncoder(self.tokenizer, self.decoder.config.vocab_size)
+        self.encoder = PromptEncoder(self.tokenizer, self.decoder.config.vocab_size, self.decoder.config.max_position)
         try:
             self.model = AutoModelForCausalLM.from_pretrained(
                 str(checkpoint), dtype=torch.float32, local_files_only=True

@@ -13,6 +13,7 @@ from tandem_backend.config import EngineConfig
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.build import DrafterPlan, plan_drafters
 from tandem_backend.engine.drafting import Drafting
+from tandem_backend.engine.limits import Limits
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.round import RecordLogits, RoundRunner, Step
@@ -25,7 +26,6 @@ from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import (
     ConfigError,
     InternalError,
-    InvalidRequestError,
     SelfTestError,
     TandemError,
     UnavailableError,
@@ -56,11 +56,11 @@ class Engine:
         self.config = config
         self.model = Decoder(config.checkpoint)
         self.tokenizer = Tokenizer(config.checkpoint) if has_tokenizer(config.checkpoint) else None
-        self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size)
         self.max_context_len = config.max_context_len or self.model.config.max_position
         longest = self.model.config.max_position
         if self.max_context_len > longest:
             raise ConfigError(f"max_context_len: at most {longest} (the checkpoint's), got {self.max_context_len}")
+        self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size, self.max_context_len)
         plan = plan_drafters(config, self.model, self.tokenizer)
         num_slots = max(config.max_active + config.max_sessions, NUM_SLOTS)
         num_blocks = self._num_blocks(plan, num_slots)
@@ -72,6 +72,7 @@ class Engine:
         self.scheduler = Scheduler(
             config, self.max_context_len, KV_BLOCK, IndexPool(num_blocks), IndexPool(num_slots), on_free=drafting.end
         )
+        self.limits = Limits(self.model.config, self.scheduler)
         self._outputs: list[StepOutput] = []
         self.self_test = self._run_self_test(state, num_blocks)
 
@@ -100,8 +101,7 @@ class Engine:
         """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
         prompt_ids = self.prompts.encode(request.prompt)
         prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns())
-        self._check_length(request, len(prompt_ids))
-        self._check_stop_token_ids(request.params.stop_token_ids)
+        self.limits.check(request, len(prompt_ids))
         self.rounds.drafting.names(request.params.drafter)
         return prepared
 
@@ -135,6 +135,13 @@ class Engine:
         if session.running is not None:
             self.cancel(session.running.request.request_id)
         self.scheduler.drop_session(session)
+
+    def end_sequence(self, sequence_id: SequenceId) -> None:
+        """Drop a sequence's state once its requests are done. An unknown id is ignored."""
+        session = self.scheduler.sessions.get(sequence_id)
+        if session is not None:
+            session.ends = True
+            self.scheduler.drop_if_over(session)
 
     def has_work(self) -> bool:
         return bool(self._outputs or self.scheduler.waiting or self.scheduler.running)
@@ -208,7 +215,7 @@ class Engine:
         token_ids = list(item.prepared.prompt_ids)
         if session is not None and kept is not None:
             token_ids = self.prompts.continue_session(session, kept.token_ids, request.prompt)
-        self._check_length(request, len(token_ids))
+        self.limits.check(request, len(token_ids))
         sequence = kept if kept is not None else self.scheduler.new_sequence()
         if kept is None or token_ids[: len(kept.token_ids)] != kept.token_ids:
             sequence.num_computed = 0
@@ -221,16 +228,16 @@ class Engine:
             num_prompt_tokens=len(token_ids),
             num_cached_tokens=sequence.num_computed,
             arrival_time_ns=item.prepared.arrival_time_ns,
+            first_scheduled_time_ns=time.time_ns(),
         )
         text = None
         if self.tokenizer is not None:
             text = TextOutput(self.tokenizer, request.params.stop, include_stop=request.params.include_stop)
-        eos = () if request.params.ignore_eos else self.model.config.eos_token_ids
         generation = Generation(
             item.prepared,
             sequence,
             max_tokens,
-            frozenset((*eos, *request.params.stop_token_ids)),
+            self.limits.stop_ids(request),
             text,
             session,
             stats,
@@ -262,29 +269,6 @@ class Engine:
         if session is not None and session.sequence is not None:
             self.close_sequence(session.sequence_id)
 
-    def _check_stop_token_ids(self, token_ids: tuple[int, ...]) -> None:
-        vocab_size = self.model.config.vocab_size
-        for token_id in token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise InvalidRequestError(
-                    f"stop_token_ids: must be token ids of this model, 0 to {vocab_size - 1}, got {token_id}"
-                )
-
-    def _check_length(self, request: Request, num_tokens: int) -> None:
-        if num_tokens >= self.max_context_len:
-            field = next(name for name, value in _prompt_fields(request) if value is not None)
-            raise InvalidRequestError(
-                f"{field}: the prompt has {num_tokens} tokens; at most {self.max_context_len - 1} fit the context of "
-                f"{self.max_context_len} with one token of output"
-            )
-        max_tokens = request.params.max_tokens or self.config.default_max_tokens
-        worst = self.scheduler.num_blocks(min(num_tokens + max_tokens, self.max_context_len))
-        if worst > self.scheduler.blocks.size:
-            raise InvalidRequestError(
-                f"max_tokens: {num_tokens} prompt tokens and {max_tokens} output tokens need {worst} KV blocks; "
-                f"kv_cache_bytes holds {self.scheduler.blocks.size}"
-            )
-
 
 def _remember_prompt(session: Session, request: Request, *, is_first: bool) -> None:
     """Keep the conversation as messages while every turn comes so; it is rendered again as a whole next turn."""
@@ -294,8 +278,3 @@ def _remember_prompt(session: Session, request: Request, *, is_first: bool) -> N
         session.messages = list(request.prompt.messages)
     elif session.messages is not None:
         session.messages = [*session.messages, *request.prompt.messages]
-
-
-def _prompt_fields(request: Request) -> list[tuple[str, object]]:
-    prompt = request.prompt
-    return [("input_ids", prompt.token_ids), ("messages", prompt.messages), ("text_input", prompt.text)]

@@ -12,8 +12,8 @@ from tandem_backend.types import Prompt
 class PromptEncoder:
     """Thread-safe; holds no state but the tokenizer (None for a checkpoint without one)."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
-        self.tokenizer, self.vocab_size = tokenizer, vocab_size
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, max_context_len: int) -> None:
+        self.tokenizer, self.vocab_size, self.max_context_len = tokenizer, vocab_size, max_context_len
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt by itself, as a first turn. Raises InvalidRequestError naming the field."""
@@ -21,10 +21,13 @@ class PromptEncoder:
             return self._checked("input_ids", prompt.token_ids)
         if prompt.messages is not None:
             tokenizer = self._tokenizer("messages")
+            self._check_size("messages", len(prompt.messages))
             text = tokenizer.render_chat(prompt.messages, prompt.tools, prompt.template_kwargs)
+            self._check_size("messages", tokenizer.min_tokens(text))
             return self._checked("messages", tokenizer.encode(text, add_special_tokens=False))
-        tokenizer = self._tokenizer("text_input")
-        return self._checked("text_input", tokenizer.encode(prompt.text or "", add_special_tokens=True))
+        tokenizer, text = self._tokenizer("text_input"), prompt.text or ""
+        self._check_size("text_input", tokenizer.min_tokens(text))
+        return self._checked("text_input", tokenizer.encode(text, add_special_tokens=True))
 
     def continue_session(self, session: Session, kept: Sequence[int], prompt: Prompt) -> list[int]:
         """All tokens of the conversation with this turn added to the `kept` ones.
@@ -45,6 +48,13 @@ class PromptEncoder:
         if self.tokenizer is None:
             raise InvalidRequestError(f"{field}: the checkpoint has no tokenizer; send input_ids")
         return self.tokenizer
+
+    def _check_size(self, field: str, min_tokens: int) -> None:
+        """Refuse what can't fit before it is tokenised: a huge text would take seconds."""
+        if min_tokens >= self.max_context_len:
+            raise InvalidRequestError(
+                f"{field}: the prompt has at least {min_tokens} tokens; the context has {self.max_context_len}"
+            )
 
     def _checked(self, field: str, token_ids: Sequence[int]) -> list[int]:
         if not token_ids:

@@ -119,7 +119,6 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
     generation, now = rows.generation, time.time_ns()
     sequence, stats = generation.sequence, generation.stats
     stats.num_rounds += 1
-    stats.first_scheduled_time_ns = stats.first_scheduled_time_ns or now
     if tree is None and not rows.ends_prompt:
         sequence.num_computed += rows.num_prompt_rows
         return Step(range(rows.num_prompt_rows), None, None)

@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizer: text to ids, chats through the checkpoint's template, and ids back to text as they arrive."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tandem_backend.errors import CheckpointError, InvalidRequestError
 
 
 def has_tokenizer(checkpoint: Path) -> bool:
     return (checkpoint / "tokenizer_config.json").exists() or (checkpoint / "tokenizer.json").exists()
+
+
+# What transformers itself reads or gives to a template; a client may only set the template's own variables.
+RESERVED_KWARGS = frozenset(
+    {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+    | {*PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES, "raise_exception", "strftime_now"}
+)
 
 
 class Tokenizer:
@@ -28,10 +36,18 @@ class Tokenizer:
         self._backend = self._tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        longest = max(len(token.encode("utf-8")) for token in self.vocabulary())
+        # Normalisation can compose what was sent as several code points, which at most thirds the bytes (NFC).
+        self._max_token_bytes = longest if self._backend.normalizer is None else 3 * longest
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one: unlike `encode` it lets other threads run meanwhile.
+        ids: list[int] = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def min_tokens(self, text: str) -> int:
+        """A bound that needs no tokenising: so many tokens the text has at least."""
+        return len(text.encode("utf-8", "replace")) // self._max_token_bytes
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -46,6 +62,9 @@ class Tokenizer:
         """The chat as one text, ready for the assistant. Raises InvalidRequestError when the template refuses it."""
         if self._tokenizer.chat_template is None:
             raise InvalidRequestError("messages: the checkpoint has no chat template; send text_input")
+        reserved = sorted(RESERVED_KWARGS.intersection(template_kwargs))
+        if reserved:
+            raise InvalidRequestError(f"chat_template_kwargs: {reserved[0]} may not be set")
         try:
             text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

@@ -210,6 +210,9 @@ def interrupt_on_signals() -> None:
 
 def choose_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
     """The port for each option; 0 becomes a free one. Raises LaunchError naming the option whose port is taken."""
+    fixed = [port for port in wanted.values() if port]
+    if len(set(fixed)) < len(fixed):
+        raise LaunchError(f"{', '.join(wanted)} must differ, got {', '.join(map(str, wanted.values()))}")
     chosen = {}
     with ExitStack() as stack:  # all stay bound until the last is chosen, so that no port is given twice
         for option, port in wanted.items():

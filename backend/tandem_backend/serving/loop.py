@@ -69,6 +69,10 @@ class EngineLoop:
         self._register(request_id, responder)
         self._commands.put(partial(self._close, sequence_id, request_id))
 
+    def end_sequence(self, sequence_id: SequenceId) -> None:
+        """Drop the sequence's state once its requests are done: its END came with a request that was refused."""
+        self._commands.put(partial(self._engine.end_sequence, sequence_id))
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Stop both threads and answer what is left with UNAVAILABLE; takes at most `timeout_s`."""
         with self._lock:
@@ -128,12 +132,14 @@ class EngineLoop:
             self._next_report_s = min(self._next_report_s, time.monotonic() + END_REPORT_DELAY_S)
 
     def _add(self, prepared: "PreparedRequest") -> None:
-        request_id = prepared.request.request_id
+        request_id, sequence_id = prepared.request.request_id, prepared.request.sequence_id
         try:
             self._engine.add(prepared)
             self._in_engine.add(request_id)
         except TandemError as error:
             self._emit([StepOutput(request_id=request_id, error=error)])
+            if sequence_id is not None and prepared.request.sequence_end:
+                self._engine.end_sequence(sequence_id)
         except Exception as error:
             log.exception("a request could not be added")
             self._emit([StepOutput(request_id=request_id, error=_internal(error))])

@@ -15,7 +15,7 @@ from tandem_backend.serving.log import log_to_triton
 from tandem_backend.serving.loop import EngineLoop
 from tandem_backend.serving.metrics import Metrics
 from tandem_backend.serving.model_config import check_model_config, engine_overrides, reports_metrics
-from tandem_backend.serving.request import parse_request
+from tandem_backend.serving.request import ended_sequence, parse_request
 from tandem_backend.serving.response import Responder
 from tandem_backend.serving.watchdog import exit_with_parent
 
@@ -55,10 +55,16 @@ class TritonPythonModel:
         try:
             self._submit(request, sender)
         except TandemError as error:
-            Responder(sender, on_end=self._on_end).fail(error)
+            self._refuse(request, sender, error)
         except Exception as error:
             pb_utils.Logger.log_error(f"a request failed before it ran: {type(error).__name__}: {error}")
-            Responder(sender, on_end=self._on_end).fail(InternalError(f"{type(error).__name__}: {error}"))
+            self._refuse(request, sender, InternalError(f"{type(error).__name__}: {error}"))
+
+    def _refuse(self, request: Any, sender: Any, error: TandemError) -> None:
+        Responder(sender, on_end=self._on_end).fail(error)
+        sequence_id = ended_sequence(request)
+        if sequence_id is not None:
+            self._loop.end_sequence(sequence_id)
 
     def _submit(self, request: Any, sender: Any) -> None:
         request_id = next(self._request_ids)

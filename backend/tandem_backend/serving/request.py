@@ -61,7 +61,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
             raise InvalidRequestError("stop: closes a sequence, so it needs a sequence_id; none was sent")
         return Parsed(request=None, sequence_id=sequence_id)
     prompt = _parse_prompt(inputs)
-    values, ignored = _collect_sampling(inputs, request.parameters())
+    values, ignored = _collect_sampling(inputs, _parameters(request))
     flags = request.flags() if sequence_id is not None else 0
     parsed = Request(
         request_id=request_id,
@@ -73,6 +73,19 @@ def parse_request(request: Any, request_id: str) -> Parsed:
     )
     options = _parse_options(inputs, prompt)
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
+
+
+def _parameters(request: Any) -> str:
+    try:
+        parameters: str = request.parameters()
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"request parameters: must be UTF-8, but {error.reason}") from error
+    return parameters
+
+
+def ended_sequence(request: Any) -> SequenceId | None:
+    """The sequence that this request ends, for when it is refused: Triton server takes END as given all the same."""
+    return request.correlation_id() or None if request.flags() & FLAG_SEQUENCE_END else None
 
 
 def _parse_prompt(inputs: Mapping[str, Any]) -> Prompt:

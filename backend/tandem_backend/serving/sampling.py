@@ -33,7 +33,7 @@ def _list_from_text(value: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PydanticCustomError("not_json", "must be a list of integers, as JSON if it is text") from error
 
 
