@@ -38,8 +38,8 @@ class Limits:
         longest, num_blocks = self.scheduler.max_context_len, self.scheduler.blocks.size
         if num_tokens >= longest:
             raise InvalidRequestError(
-                f"{_prompt_field(request)}: the prompt has {num_tokens} tokens; at most {longest - 1} fit the context of "
-                f"{longest} with one token of output"
+                f"{_prompt_field(request)}: the prompt has {num_tokens} tokens; at most {longest - 1} fit the context "
+                f"of {longest} with one token of output"
             )
         max_tokens = request.params.max_tokens or self.scheduler.config.default_max_tokens
         worst = self.scheduler.num_blocks(min(num_tokens + max_tokens, longest))
