@@ -2,6 +2,8 @@
 """What a real Triton server with our models answers to requests that are wrong."""
 
 import re
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,3 +77,24 @@ def test_errors_beside_a_stream_do_not_touch_it(server: Any) -> None:
             with pytest.raises(InferenceServerException):
                 ask(server, **inputs)
         assert Answer([first, *responses]) == expected
+
+
+def test_refusals_by_http_beside_many_streams(server: Any) -> None:
+    """Error responses over BLS beside other streams once crashed Triton server within a few dozen of them."""
+    url, deadline = server.http_url, time.monotonic() + 6
+    results: list[tuple[int, Any]] = []
+
+    def repeat(body: dict[str, Any]) -> None:
+        while time.monotonic() < deadline:
+            results.append(post(url, "generate", body))
+
+    bodies = [{"text_input": ""}, *[{"text_input": PROMPT, "max_tokens": n} for n in (1, 2, 5, 20)]]
+    threads = [threading.Thread(target=repeat, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [answer for status, answer in results if status == 400]
+    assert len(refused) > 50
+    assert all("[INVALID_ARG] text_input: must not be empty" in str(answer) for answer in refused)
+    assert {status for status, _ in results} == {200, 400}

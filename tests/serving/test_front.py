@@ -63,7 +63,8 @@ def test_responses_pass_through_and_the_request_is_a_sequence_of_its_own(serve: 
     first, second = inner.requests
     assert (first.model_name, first.flags()) == ("tandem", 3)
     assert first.correlation_id() != second.correlation_id()
-    assert json.loads(first.parameters()) == {"temperature": "0.5", "n": 1}  # BLS takes no floats
+    # BLS takes no floats; errors shall come as an output.
+    assert json.loads(first.parameters()) == {"temperature": "0.5", "n": 1, "tandem_error_as_output": True}
 
 
 def test_an_error_passes_through_unchanged(serve: Callable[..., Inner]) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from fakes.engine import ScriptedEngine, chunk
-from fakes.pb_utils import InferenceRequest, Metric, TritonModelException
+from fakes.pb_utils import InferenceRequest, Metric, TritonError, TritonModelException
 from tandem_backend.config import EngineConfig
 from tandem_backend.serving import model as model_module
 from tandem_backend.serving.model import TritonPythonModel
+from tandem_backend.serving.response import passed_error
 from tandem_backend.types import FinishReason
 
 SCRIPTS = {
@@ -136,6 +137,16 @@ def test_stop_ends_a_running_turn(model: TritonPythonModel) -> None:
     model.execute([stop])
     assert turn.sender.wait()[-1].value("finish_reason") == ["cancelled"]
     assert [response.value("text_output") for response in stop.sender.wait()] == [[""]]
+
+
+def test_an_error_comes_as_an_output_to_the_front(model: TritonPythonModel) -> None:
+    refused = InferenceRequest.of(text_input="", parameters='{"tandem_error_as_output": true}')
+    model.execute([refused])
+    (response,) = refused.sender.wait()
+    assert not response.has_error()
+    error = passed_error(response)
+    assert error.message() == "[INVALID_ARG] text_input: must not be empty"
+    assert error.code() == TritonError.INVALID_ARG
 
 
 def test_a_refused_turn_ends_its_sequence_all_the_same(model: TritonPythonModel) -> None:

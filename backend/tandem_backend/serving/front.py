@@ -17,8 +17,8 @@ import triton_python_backend_utils as pb_utils
 from tandem_backend.errors import InternalError, UnavailableError
 from tandem_backend.serving.loop import POLL_INTERVAL_S
 from tandem_backend.serving.model_config import string_parameters
-from tandem_backend.serving.request import FLAG_SEQUENCE_END, FLAG_SEQUENCE_START
-from tandem_backend.serving.response import FINAL, triton_error
+from tandem_backend.serving.request import ERROR_PARAMETER, FLAG_SEQUENCE_END, FLAG_SEQUENCE_START
+from tandem_backend.serving.response import ERROR_OUTPUT, FINAL, passed_error, triton_error
 from tandem_backend.serving.watchdog import exit_with_parent
 
 # START and END in one request: Triton server frees the sequence's slot at once, the engine its state at the end.
@@ -107,9 +107,9 @@ class TritonPythonModel:
             request_id=request.request_id(),
             correlation_id=sequence_id,
             flags=ONE_SHOT,
-            requested_output_names=list(request.requested_output_names()),
+            requested_output_names=[*request.requested_output_names(), ERROR_OUTPUT],
             inputs=request.inputs(),
-            parameters=_bls_parameters(request.parameters()),
+            parameters={**_bls_parameters(request.parameters()), ERROR_PARAMETER: True},
         )
         forwarded = _Forwarded(sequence_id, sender, inner.exec(decoupled=True))
         with self._lock:
@@ -119,8 +119,9 @@ class TritonPythonModel:
             for response in forwarded.responses:
                 if forwarded.cancelled:
                     continue
-                if response.has_error():
-                    sender.send(pb_utils.InferenceResponse(output_tensors=[], error=response.error()))
+                error = response.error() if response.has_error() else passed_error(response)
+                if error is not None:
+                    sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error))
                 elif response.output_tensors():  # the empty one only carries the FINAL flag
                     sender.send(response)
             completed = True

@@ -15,7 +15,7 @@ from tandem_backend.serving.log import log_to_triton
 from tandem_backend.serving.loop import EngineLoop
 from tandem_backend.serving.metrics import Metrics
 from tandem_backend.serving.model_config import check_model_config, engine_overrides, reports_metrics
-from tandem_backend.serving.request import ended_sequence, parse_request
+from tandem_backend.serving.request import ended_sequence, parse_request, wants_error_output
 from tandem_backend.serving.response import Responder
 from tandem_backend.serving.watchdog import exit_with_parent
 
@@ -61,7 +61,7 @@ class TritonPythonModel:
             self._refuse(request, sender, InternalError(f"{type(error).__name__}: {error}"))
 
     def _refuse(self, request: Any, sender: Any, error: TandemError) -> None:
-        Responder(sender, on_end=self._on_end).fail(error)
+        Responder(sender, on_end=self._on_end, error_as_output=wants_error_output(request)).fail(error)
         sequence_id = ended_sequence(request)
         if sequence_id is not None:
             self._loop.end_sequence(sequence_id)
@@ -76,5 +76,11 @@ class TritonPythonModel:
             self._loop.close_sequence(parsed.sequence_id, request_id, Responder(sender, parsed.options))
             return
         prepared = self._engine.prepare(parsed.request)
-        responder = Responder(sender, parsed.options, prepared.num_prompt_tokens, self._on_end)
+        responder = Responder(
+            sender,
+            parsed.options,
+            prepared.num_prompt_tokens,
+            self._on_end,
+            error_as_output=wants_error_output(request),
+        )
         self._loop.submit(prepared, responder)

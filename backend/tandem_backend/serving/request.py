@@ -18,7 +18,8 @@ TEMPLATE_INPUTS = ("tools", "enable_thinking", "chat_template_kwargs")
 # Tensors that are sampling parameters under the same name; a tensor wins over the parameter.
 SAMPLING_INPUTS = ("max_tokens", "stop_words", "seed", "guided_decoding_guide_type", "guided_decoding_guide")
 # The protocol's own parameters; not the model's, so never "unknown".
-TRANSPORT_PARAMETERS = ("binary_data_output", "headers")
+ERROR_PARAMETER = "tandem_error_as_output"  # set by tandem_generate
+TRANSPORT_PARAMETERS = ("binary_data_output", "headers", ERROR_PARAMETER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,14 @@ def _parameters(request: Any) -> str:
     except UnicodeDecodeError as error:
         raise InvalidRequestError(f"request parameters: must be UTF-8, but {error.reason}") from error
     return parameters
+
+
+def wants_error_output(request: Any) -> bool:
+    """Whether errors shall come as an output: what `tandem_generate` asks for (see response.ERROR_OUTPUT)."""
+    try:
+        return ERROR_PARAMETER in json.loads(request.parameters() or "{}")
+    except ValueError:  # not UTF-8: refused for it, and not by us
+        return False
 
 
 def ended_sequence(request: Any) -> SequenceId | None:

@@ -13,6 +13,9 @@ from tandem_backend.serving.request import ResponseOptions
 from tandem_backend.types import RequestStats, StepOutput
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# An error that `tandem` sends to `tandem_generate` travels as an output: an error response over BLS, beside streams of
+# other requests, crashes Triton server within seconds (seen with 2.51).
+ERROR_OUTPUT = "error"
 FAILED = "error"  # the outcome of a request that got no finish reason
 # vLLM's text while a request runs; its clients compare with it.
 NO_FINISH_REASON = "None"
@@ -39,9 +42,12 @@ class Responder:
         options: ResponseOptions | None = None,
         num_prompt_tokens: int = 0,
         on_end: Callable[[str], None] | None = None,
+        *,
+        error_as_output: bool = False,
     ) -> None:
         self._sender = sender
         self._on_end = on_end
+        self._error_as_output = error_as_output
         self._options = options or ResponseOptions()
         self._num_prompt_tokens = num_prompt_tokens
         self._text = self._options.echo
@@ -78,9 +84,15 @@ class Responder:
         if self.finished:
             return
         try:
-            self._send(pb_utils.InferenceResponse(output_tensors=[], error=triton_error(error)), FAILED)
+            self._send(self._error_response(error), FAILED)
         except Exception:
             self._send_bare_final()
+
+    def _error_response(self, error: TandemError) -> Any:
+        if not self._error_as_output:
+            return pb_utils.InferenceResponse(output_tensors=[], error=triton_error(error))
+        text = json.dumps({"code": error.code, "message": str(error)})
+        return pb_utils.InferenceResponse([pb_utils.Tensor(ERROR_OUTPUT, np.array([text.encode()], dtype=object))])
 
     def _send(self, response: Any, outcome: str | None) -> None:
         """Send a response, the last one where the outcome is known."""
@@ -119,6 +131,17 @@ class Responder:
         if options.return_perf_metrics and output.is_last and output.stats is not None:
             columns += _perf_columns(output.stats)
         return [pb_utils.Tensor(name, np.array(data, dtype=dtype)) for name, wanted, dtype, data in columns if wanted]
+
+
+def passed_error(response: Any) -> Any | None:
+    """The error in a response's error output, as Triton's; None where it has none."""
+    tensor = pb_utils.get_output_tensor_by_name(response, ERROR_OUTPUT)
+    if tensor is None:
+        return None
+    values = json.loads(tensor.as_numpy()[0])
+    return pb_utils.TritonError(
+        f"[{values['code']}] {values['message']}", getattr(pb_utils.TritonError, values["code"])
+    )
 
 
 def triton_error(error: TandemError) -> Any:
