@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -37,21 +38,25 @@ class Generated:
         return self.num_tokens / self.decode_s
 
 
+def load_transformers(checkpoint: Path) -> Any:
+    """The checkpoint in float32, generating greedily. Raises CheckpointError where transformers can't load it."""
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(str(checkpoint), dtype=torch.float32, local_files_only=True).eval()
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise CheckpointError(f"{checkpoint}: transformers can't load it: {error}") from error
+    # In place of the checkpoint's, which may ask for sampling or penalties and ends a text at an end-of-sequence token.
+    model.generation_config = GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+    return model
+
+
 class TransformersModel:
     """Raises CheckpointError where transformers can't load the checkpoint."""
 
     def __init__(self, checkpoint: Path, num_threads: int) -> None:
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
         self.num_threads = num_threads
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint), dtype=torch.float32, local_files_only=True
-            ).eval()
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(f"{checkpoint}: transformers can't load it: {error}") from error
-        # In place of the checkpoint's, which may ask for sampling and ends a text at an end-of-sequence token.
-        self.model.generation_config = GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+        self.model = load_transformers(checkpoint)
 
     def generate(self, prompt: Sequence[int], num_tokens: int) -> Generated:
         """Continue the prompt by exactly `num_tokens` tokens."""

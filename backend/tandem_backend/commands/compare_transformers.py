@@ -11,12 +11,11 @@ from pathlib import Path
 import tandem_kernels as kernels
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.utils import logging
 
+from tandem_backend.benchmarks.transformers_side import load_transformers
 from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.tokenizer import Tokenizer
-from tandem_backend.errors import CheckpointError, InvalidRequestError
+from tandem_backend.errors import InvalidRequestError
 from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import KV_BLOCK, allocate_state
@@ -107,20 +106,11 @@ class Comparator:
     """Both models of one checkpoint. Raises CheckpointError when either can't load it."""
 
     def __init__(self, checkpoint: Path) -> None:
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
         kernels.set_num_threads(len(os.sched_getaffinity(0)))
         self.decoder = Decoder(checkpoint)
         self.tokenizer = Tokenizer(checkpoint)
         self.encoder = PromptEncoder(self.tokenizer, self.decoder.config.vocab_size, self.decoder.config.max_position)
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                str(checkpoint), dtype=torch.float32, local_files_only=True
-            ).eval()
-        except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
-            raise CheckpointError(f"{checkpoint}: transformers can't load it: {error}") from error
-        # In place of the checkpoint's, which may ask for sampling or penalties.
-        self.model.generation_config = GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+        self.model = load_transformers(checkpoint)
 
     def compare(self, case: PromptCase, max_tokens: int) -> Comparison:
         prompt = self.encoder.encode(case.prompt)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem_backend.engine.draft_tree import DraftTree
 from tandem_backend.engine.scheduler import ScheduledRows
+from tandem_backend.model.batch import tree_depths
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,7 @@ def _forbid_stops(logits: Tensor, rows: ScheduledRows, tree: DraftTree | None) -
     """Before min_tokens, no row may choose a token that would end the request."""
     generation = rows.generation
     stop_ids = list(generation.stop_ids)
-    depths: list[int] = []
-    for row in range(logits.shape[0]):
-        parent = tree.parents[row] if tree is not None else -1
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-        if stop_ids and generation.num_output + depths[row] < generation.request.params.min_tokens:
+    depths = tree_depths(tree.parents) if tree is not None else [0] * logits.shape[0]
+    for row, depth in enumerate(depths):
+        if stop_ids and generation.num_output + depth < generation.request.params.min_tokens:
             logits[row, stop_ids] = float("-inf")
