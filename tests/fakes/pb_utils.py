@@ -218,10 +218,6 @@ class InferenceRequest:
         return type(self).handler(self)
 
 
-def get_output_tensor_by_name(response: InferenceResponse, name: str) -> Tensor | None:
-    return next((tensor for tensor in response.output_tensors() if tensor.name() == name), None)
-
-
 def _as_tensor(value: Any) -> np.ndarray:
     items = value if isinstance(value, list) else [value]
     if all(isinstance(item, str | bytes) for item in items):

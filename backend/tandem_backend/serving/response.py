@@ -135,7 +135,7 @@ class Responder:
 
 def passed_error(response: Any) -> Any | None:
     """The error in a response's error output, as Triton's; None where it has none."""
-    tensor = pb_utils.get_output_tensor_by_name(response, ERROR_OUTPUT)
+    tensor = next((tensor for tensor in response.output_tensors() if tensor.name() == ERROR_OUTPUT), None)
     if tensor is None:
         return None
     values = json.loads(tensor.as_numpy()[0])
