@@ -34,6 +34,12 @@ class EngineConfig(BaseModel):
     max_prefill_rows: int = Field(default=256, ge=1, le=8192, description="prompt rows in one round")
     joint_prefill_rows: int = Field(default=64, ge=1, le=8192, description="the same while other requests are decoding")
     default_max_tokens: int = Field(default=256, ge=1, description="max_tokens of a request that names none")
+    stream_interval_ms: float = Field(
+        default=20.0,
+        ge=0,
+        le=10000,
+        description="least time between two responses of a stream, first and last excepted; 0: one a round",
+    )
     drafters: tuple[str, ...] = Field(
         default=("auto",),
         description="who drafts for requests that name nobody: lookup, mtp, draft_model; auto: lookup, and mtp where "

@@ -106,7 +106,7 @@ def test_nothing_but_the_end_is_sent_to_a_client_that_has_gone() -> None:
     loop.submit(FakePrepared(request, 1), Responder(sender, STREAM))
     loop._poll_cancelled()
     for output in (chunk("late"), chunk(finish_reason=FinishReason.CANCELLED)):
-        loop._deliver([replace(output, request_id="1")])
+        loop._deliver(replace(output, request_id="1"))
     assert (sender.text(), len(sender.responses), sender.num_finals) == ("", 1, 1)
 
 
@@ -210,6 +210,19 @@ def test_the_engine_is_reported_while_it_runs_and_after_a_request(monkeypatch: p
     rounds = [number for _, number, _ in reports]
     assert rounds == sorted(rounds)
     assert rounds[-1] > rounds[0]
+
+
+def test_a_sender_that_blocks_holds_up_no_round() -> None:
+    with running({"blocked": [chunk("a "), DONE], "endless": ENDLESS}) as harness:
+        may_send = threading.Event()
+        sender = harness.submit("blocked")
+        send, sender.send = sender.send, lambda *args, **flags: may_send.wait(20) and send(*args, **flags)
+        harness.submit("endless").cancelled = True
+        before = harness.engine.num_rounds
+        wait_until(lambda: harness.engine.num_rounds > before + 100)
+        may_send.set()
+        assert sender.wait()
+        assert sender.text() == "a end"
 
 
 outputs = st.sampled_from([chunk("x "), chunk(), DONE, FAILED, ValueError("boom")])

@@ -6,11 +6,12 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from tandem_backend.errors import InternalError, TandemError, UnavailableError
+from tandem_backend.serving.outbox import Outbox
 from tandem_backend.serving.response import Responder
 from tandem_backend.types import EngineCounters, FinishReason, SequenceId, StepOutput
 
@@ -33,17 +34,18 @@ Report = Callable[[Mapping[str, float], EngineCounters], None]
 class EngineLoop:
     """Owns the engine and the responders of all accepted requests; its methods may be called from any thread.
 
-    The engine thread takes commands (add, cancel, close) between rounds. Outputs go through a queue to the sender
+    The engine thread takes commands (add, cancel, close) between rounds. Outputs go through an outbox to the sender
     thread, because one send costs 0.2 ms and up: 32 streams would hold back each round by several milliseconds.
-    There `report` gets the engine's statistics and counters, about once a second and after a request has ended.
+    A stream's responses are at least `stream_interval_s` apart. There `report` gets the engine's statistics and
+    counters, about once a second and after a request has ended.
     """
 
-    def __init__(self, engine: "Engine", report: Report | None = None) -> None:
+    def __init__(self, engine: "Engine", report: Report | None = None, *, stream_interval_s: float = 0.0) -> None:
         self._engine = engine
         self._report = report
         self._next_report_s = 0.0 if report else math.inf  # engine thread only
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._deliveries: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._outbox = Outbox(stream_interval_s)
         self._lock = threading.Lock()  # guards _live and _closed
         self._live: dict[str, Responder] = {}
         self._closed = False
@@ -81,7 +83,7 @@ class EngineLoop:
         self._commands.put(lambda: None)  # wakes the engine thread
         engine_thread, sender_thread = self._threads
         engine_thread.join(timeout_s / 2)
-        self._deliveries.put(None)
+        self._outbox.close()
         sender_thread.join(timeout_s / 2)
 
     def _register(self, request_id: str, responder: Responder) -> None:
@@ -89,6 +91,7 @@ class EngineLoop:
             if self._closed:
                 raise UnavailableError("the model is being unloaded")
             self._live[request_id] = responder
+        self._outbox.open(request_id, is_streaming=responder.is_streaming)
 
     # The engine thread.
 
@@ -100,7 +103,7 @@ class EngineLoop:
                 if self._engine.has_work():
                     self._emit(self._engine.step())
                 if self._report is not None and time.monotonic() >= self._next_report_s:
-                    self._deliveries.put(partial(self._report, self._engine.statistics(), self._engine.counters()))
+                    self._outbox.call(partial(self._report, self._engine.statistics(), self._engine.counters()))
                     self._next_report_s = time.monotonic() + REPORT_INTERVAL_S
                 if time.monotonic() >= next_sweep:
                     self._engine.sweep()
@@ -127,7 +130,7 @@ class EngineLoop:
     def _emit(self, outputs: list[StepOutput]) -> None:
         ended = [output.request_id for output in outputs if output.is_last]
         self._in_engine.difference_update(ended)
-        self._deliveries.put(partial(self._deliver, outputs))
+        self._outbox.put(outputs)
         if ended and self._report is not None:
             self._next_report_s = min(self._next_report_s, time.monotonic() + END_REPORT_DELAY_S)
 
@@ -152,8 +155,7 @@ class EngineLoop:
     def _abandon(self, error: Exception) -> None:
         """The engine failed outside its own error handling: answer everything it holds, and go on."""
         lost, self._in_engine = self._in_engine, set()
-        outputs = [StepOutput(request_id=request_id, error=_internal(error)) for request_id in lost]
-        self._deliveries.put(partial(self._deliver, outputs))
+        self._outbox.put(StepOutput(request_id=request_id, error=_internal(error)) for request_id in lost)
         for request_id in lost:
             try:
                 self._engine.cancel(request_id)
@@ -165,27 +167,21 @@ class EngineLoop:
 
     def _run_sender(self) -> None:
         next_poll = time.monotonic() + POLL_INTERVAL_S
-        while True:
-            try:
-                deliver = self._deliveries.get(timeout=max(next_poll - time.monotonic(), 0))
-                if deliver is None:
-                    break
-                deliver()
-            except queue.Empty:
-                pass
-            except Exception:
-                log.exception("a delivery failed")
+        while (taken := self._outbox.take(next_poll)) is not None:
+            outputs, calls = taken
+            jobs: list[Callable[[], None]] = [partial(self._deliver, output) for output in outputs]
+            for job in [*jobs, *calls]:
+                try:
+                    job()
+                except Exception:
+                    log.exception("a delivery failed")
             if time.monotonic() >= next_poll:
                 self._poll_cancelled()
                 next_poll = time.monotonic() + POLL_INTERVAL_S
         for responder in self._snapshot().values():
             responder.fail(UnavailableError("the model is being unloaded"))
 
-    def _deliver(self, outputs: Iterable[StepOutput]) -> None:
-        for output in outputs:
-            self._deliver_one(output)
-
-    def _deliver_one(self, output: StepOutput) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         with self._lock:
             responder = self._live.get(output.request_id)
         if responder is None:  # answered before: abandoned, or its response could not be sent

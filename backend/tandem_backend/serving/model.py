@@ -37,7 +37,11 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(error.wire()) from error
         self._request_ids = (str(number) for number in itertools.count(1))
         self._on_end = metrics.count_request if metrics else None
-        self._loop = EngineLoop(self._engine, metrics.update if metrics else None)
+        self._loop = EngineLoop(
+            self._engine,
+            metrics.update if metrics else None,
+            stream_interval_s=self._engine.config.stream_interval_ms / 1e3,
+        )
         self._loop.start()
 
     def execute(self, requests: list[Any]) -> None:

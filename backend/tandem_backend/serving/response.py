@@ -56,6 +56,10 @@ class Responder:
         self._cumulative_logprob = 0.0
         self.finished = False
 
+    @property
+    def is_streaming(self) -> bool:
+        return self._options.stream
+
     def is_cancelled(self) -> bool:
         """Whether the client has cancelled or gone away (about 0.1 ms: not for every round)."""
         return bool(self._sender.is_cancelled())
@@ -70,7 +74,8 @@ class Responder:
         self._text += output.text
         self._token_ids += output.token_ids
         self._logprobs += output.logprobs
-        self._cumulative_logprob += sum(output.logprobs)
+        for logprob in output.logprobs:  # one by one: how the tokens fell into outputs must not show in the sum
+            self._cumulative_logprob += logprob
         if not output.is_last and not (self._options.stream and (self._text or self._token_ids)):
             return
         try:
