@@ -4,7 +4,9 @@
 from tandem_kernels.argmax import argmax
 from tandem_kernels.attention import attention, store_kv
 from tandem_kernels.causal_conv import causal_conv, update_conv_state
-from tandem_kernels.cpu import PackedWeight, set_num_threads
+from tandem_kernels.cpu import set_num_threads
+from tandem_kernels.device import find_device, row_dtype
+from tandem_kernels.embed import embed
 from tandem_kernels.gate_mul import gate_mul
 from tandem_kernels.gated_delta import gated_delta, gated_delta_commit
 from tandem_kernels.layers import (
@@ -18,23 +20,30 @@ from tandem_kernels.layers import (
     mlp_layer,
     mtp_guess,
     mtp_layer,
+    new_delta_rows,
 )
 from tandem_kernels.linear import linear, pack_weight
+from tandem_kernels.packed_weight import PackedWeight
 from tandem_kernels.rms_norm import gated_rms_norm, rms_norm
 from tandem_kernels.rope import rope, rope_tables
+from tandem_kernels.tree_plan import PADDING, TreePlan, plan_trees
 
 __all__ = [
+    "PADDING",
     "AttentionLayer",
     "DeltaLayer",
     "MlpLayer",
     "MtpLayer",
     "PackedWeight",
+    "TreePlan",
     "argmax",
     "attention",
     "attention_layer",
     "causal_conv",
     "commit_delta_layers",
     "delta_layer",
+    "embed",
+    "find_device",
     "gate_mul",
     "gated_delta",
     "gated_delta_commit",
@@ -43,10 +52,13 @@ __all__ = [
     "mlp_layer",
     "mtp_guess",
     "mtp_layer",
+    "new_delta_rows",
     "pack_weight",
+    "plan_trees",
     "rms_norm",
     "rope",
     "rope_tables",
+    "row_dtype",
     "set_num_threads",
     "store_kv",
     "update_conv_state",

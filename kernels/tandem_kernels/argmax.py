@@ -4,12 +4,12 @@
 import torch
 from torch import Tensor
 
-from tandem_kernels import cpu
+from tandem_kernels.device import implementation
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits: [rows, vocab] float32 contiguous. Returns token ids [rows] int32 and natural log-probabilities [rows]."""
-    return cpu.argmax(logits)
+    return implementation(logits).argmax(logits)
 
 
 def argmax_reference(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@ Source of the paged layout: Kwon et al. 2023; of the running softmax: Milakov an
 import torch
 from torch import Tensor
 
-from tandem_kernels import cpu
+from tandem_kernels.device import implementation
+from tandem_kernels.tree_plan import TreePlan
 
 
 def attention(
@@ -22,6 +23,7 @@ def attention(
     parents: Tensor,
     row_seqs: Tensor,
     scale: float,
+    trees: TreePlan | None = None,
 ) -> Tensor:
     """Attention output of the last rows of a pass, grouped queries.
 
@@ -29,9 +31,12 @@ def attention(
     k_new: [rows, kv_heads, dim]; v_new: [rows, kv_heads * dim], rows may be strided;
     k_cache, v_cache: [blocks, kv_heads, block, dim] float32, read below a sequence's prefix length only;
     block_tables: [seqs, n] int32; prefix_lens: [seqs] int32; parents: [rows] int32, row index or -1; row_seqs: [rows]
-    int32, index into block_tables. Returns [queries, heads * dim] float32.
+    int32, index into block_tables; trees: what `plan_trees` says of the pass, found here where it is None.
+    Returns [queries, heads * dim] float32. On the GPU rows and caches are bfloat16.
     """
-    return cpu.attention(q, k_new, v_new, k_cache, v_cache, block_tables, prefix_lens, parents, row_seqs, scale)
+    return implementation(q).attention(
+        q, k_new, v_new, k_cache, v_cache, block_tables, prefix_lens, parents, row_seqs, scale, trees
+    )
 
 
 def attention_reference(
@@ -72,4 +77,4 @@ def store_kv(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, row
 
     rows: [n] int32 row indices; places: [n] int64, block index * block + offset in it. The rest as in `attention`.
     """
-    cpu.store_kv(k_new, v_new, k_cache, v_cache, rows, places)
+    implementation(k_new).store_kv(k_new, v_new, k_cache, v_cache, rows, places)

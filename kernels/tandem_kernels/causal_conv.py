@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem_kernels import cpu
+from tandem_kernels.device import implementation
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor, parents: Tensor, row_slots: Tensor) -> Tensor:
@@ -15,7 +15,7 @@ def causal_conv(x: Tensor, state: Tensor, weight: Tensor, parents: Tensor, row_s
     weight: [taps, channels], the row's own tap last; parents: [rows] int32, row index or -1; row_slots: [rows] int32.
     Returns [rows, channels] float32. Taps are added oldest first.
     """
-    return cpu.causal_conv(x, state, weight, parents, row_slots)
+    return implementation(x).causal_conv(x, state, weight, parents, row_slots)
 
 
 def causal_conv_reference(x: Tensor, state: Tensor, weight: Tensor, parents: Tensor, row_slots: Tensor) -> Tensor:
@@ -40,4 +40,4 @@ def update_conv_state(x: Tensor, state: Tensor, slots: Tensor, path_starts: Tens
     slots: [seqs] int32; path_rows: [path_starts[-1]] int32, root first, at least one a sequence; path_starts:
     [seqs + 1] int32. x and state as in `causal_conv`.
     """
-    cpu.update_conv_state(x, state, slots, path_starts, path_rows)
+    implementation(x).update_conv_state(x, state, slots, path_starts, path_rows)

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem_kernels import cpu
+from tandem_kernels.device import implementation
 
 
 def gate_mul(x: Tensor, gate: Tensor, *, silu: bool) -> Tensor:
     """x * silu(gate) or x * sigmoid(gate). x, gate: [rows, dim] float32, rows may be strided. Returns [rows, dim]."""
-    return cpu.gate_mul(x, gate, silu=silu)
+    return implementation(x).gate_mul(x, gate, silu=silu)
 
 
 def gate_mul_reference(x: Tensor, gate: Tensor, *, silu: bool) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem_kernels import cpu
+from tandem_kernels.device import implementation
+from tandem_kernels.tree_plan import TreePlan
 
 
 def gated_delta(
@@ -22,16 +23,18 @@ def gated_delta(
     seq_starts: Tensor,
     parents: Tensor,
     key_heads: int,
+    trees: TreePlan | None = None,
 ) -> Tensor:
     """Outputs of all rows; a row starts from its parent's state, a sequence's first row from its slot's.
 
     qkv: [rows, 2 * key_heads * dk + value_heads * dv] float32 contiguous, queries and keys not yet normalised;
     ab: [rows, 2 * value_heads], decay input then write-strength input, rows may be strided; a_log, dt_bias:
     [value_heads]; state: [num_slots, value_heads, dk, dv] float32, only read; slots: [seqs] int32; seq_starts:
-    [seqs + 1] int32 row offsets; parents: [rows] int32 in pre-order, -1 for a sequence's first row and only there.
+    [seqs + 1] int32 row offsets; parents: [rows] int32 in pre-order, -1 for a sequence's first row and only there;
+    trees as in `attention`.
     Returns [rows, value_heads * dv] float32.
     """
-    return cpu.gated_delta(qkv, ab, a_log, dt_bias, state, slots, seq_starts, parents, key_heads)
+    return implementation(qkv).gated_delta(qkv, ab, a_log, dt_bias, state, slots, seq_starts, parents, key_heads, trees)
 
 
 def gated_delta_commit(
@@ -49,7 +52,7 @@ def gated_delta_commit(
 
     path_rows: [path_starts[-1]] int32, root first; path_starts: [seqs + 1] int32. The rest as in `gated_delta`.
     """
-    cpu.gated_delta_commit(qkv, ab, a_log, dt_bias, state, slots, path_starts, path_rows, key_heads)
+    implementation(qkv).gated_delta_commit(qkv, ab, a_log, dt_bias, state, slots, path_starts, path_rows, key_heads)
 
 
 def gated_delta_reference(

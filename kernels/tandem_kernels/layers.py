@@ -6,19 +6,21 @@ Each block has the bits of its ops called one after the other; the `*_by_ops` tw
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tandem_kernels import cpu
 from tandem_kernels.attention import attention
 from tandem_kernels.causal_conv import causal_conv
-from tandem_kernels.cpu import PackedWeight
+from tandem_kernels.device import implementation, row_dtype, runs_on_gpu
 from tandem_kernels.gate_mul import gate_mul
 from tandem_kernels.gated_delta import gated_delta
 from tandem_kernels.linear import linear
+from tandem_kernels.packed_weight import PackedWeight
 from tandem_kernels.rms_norm import gated_rms_norm, rms_norm
 from tandem_kernels.rope import rope
+from tandem_kernels.tree_plan import TreePlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +39,10 @@ class AttentionLayer:
     dim: int
     is_gated: bool
     eps: float
-    handle: cpu.Handle = field(init=False, repr=False, compare=False)
+    handle: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", cpu.attention_handle(self))
+        object.__setattr__(self, "handle", implementation(self.norm).attention_handle(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +61,10 @@ class DeltaLayer:
     dk: int
     dv: int
     eps: float
-    handle: cpu.Handle = field(init=False, repr=False, compare=False)
+    handle: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", cpu.delta_handle(self))
+        object.__setattr__(self, "handle", implementation(self.norm).delta_handle(self))
 
     @property
     def channels(self) -> int:
@@ -77,10 +79,10 @@ class MlpLayer:
     gate_up: PackedWeight  # rows: gate, up
     down: PackedWeight
     eps: float
-    handle: cpu.Handle = field(init=False, repr=False, compare=False)
+    handle: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", cpu.mlp_handle(self))
+        object.__setattr__(self, "handle", implementation(self.norm).mlp_handle(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +98,10 @@ class MtpLayer:
     out_norm: Tensor
     head: PackedWeight
     eps: float
-    handle: cpu.Handle = field(init=False, repr=False, compare=False)
+    handle: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "handle", cpu.mtp_handle(self))
+        object.__setattr__(self, "handle", implementation(self.out_norm).mtp_handle(self))
 
 
 def attention_layer(
@@ -114,14 +116,15 @@ def attention_layer(
     block_tables: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    trees: TreePlan | None = None,
 ) -> Tensor:
     """x + attention(norm(x)). x: [rows, hidden] float32 contiguous, the last rows of the pass.
 
     keys, values: [all rows, kv_heads, dim] float32 contiguous: earlier rows' are read, those of x's rows written;
     positions: [rows] int32; parents, row_seqs: [all rows] int32. The rest as in `attention`. Returns [rows, hidden].
     """
-    return cpu.attention_layer(
-        layer.handle,
+    return implementation(x).attention_layer(
+        layer,
         x,
         keys,
         values,
@@ -132,6 +135,7 @@ def attention_layer(
         block_tables,
         k_cache,
         v_cache,
+        trees,
     )
 
 
@@ -173,12 +177,31 @@ def delta_layer(
     seq_starts: Tensor,
     conv_state: Tensor,
     delta_state: Tensor,
+    trees: TreePlan | None = None,
+    kept: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + delta(norm(x)). x: [rows, hidden] float32 contiguous; the rest as in `causal_conv` and `gated_delta`.
 
-    Returns [rows, hidden], and for commit the projection [rows, input outputs] and the convolved qkv [rows, channels].
+    Returns [rows, hidden], and for commit the projection [rows, input outputs] and the convolved qkv [rows, channels]
+    in the tensors `kept` where given (`new_delta_rows` makes them; on the GPU qkv is normalised, and wider).
     """
-    return cpu.delta_layer(layer.handle, x, parents, row_slots, slots, seq_starts, conv_state, delta_state)
+    return implementation(x).delta_layer(
+        layer, x, parents, row_slots, slots, seq_starts, conv_state, delta_state, trees, kept
+    )
+
+
+def new_delta_rows(layers: Sequence[DeltaLayer], num_rows: int) -> list[tuple[Tensor, Tensor]]:
+    """Memory for what `delta_layer` keeps for commit (its `kept`), by layer, views of one tensor of each kind.
+
+    The layers are of equal sizes. On the GPU their commit is one launch where the tensors lie at equal distances, as
+    these do.
+    """
+    first, device = layers[0], layers[0].norm.device
+    prepared = first.channels + (2 * first.value_heads if runs_on_gpu(first.norm) else 0)  # GPU: decay and strength too
+    shape = (len(layers), num_rows)
+    projected = torch.empty(*shape, first.input.num_outputs, dtype=row_dtype(device), device=device)
+    qkv = torch.empty(*shape, prepared, dtype=torch.float32, device=device)
+    return list(zip(projected.unbind(), qkv.unbind(), strict=True))
 
 
 def delta_layer_by_ops(
@@ -213,12 +236,14 @@ def commit_delta_layers(
     path_rows: Tensor,
 ) -> None:
     """`gated_delta_commit` and `update_conv_state` for several layers of equal sizes, at once; tensors by layer."""
-    cpu.commit_delta_layers(layers, projected, qkv, conv_states, delta_states, slots, path_starts, path_rows)
+    implementation(slots).commit_delta_layers(
+        layers, projected, qkv, conv_states, delta_states, slots, path_starts, path_rows
+    )
 
 
 def mlp_layer(layer: MlpLayer, x: Tensor) -> Tensor:
     """x + down(silu(gate) * up), gate and up of norm(x). x: [rows, hidden] float32 contiguous. Returns the same."""
-    return cpu.mlp_layer(layer.handle, x)
+    return implementation(x).mlp_layer(layer, x)
 
 
 def mlp_layer_by_ops(layer: MlpLayer, x: Tensor) -> Tensor:
@@ -241,6 +266,7 @@ def mtp_layer(
     block_tables: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    trees: TreePlan | None = None,
 ) -> Tensor:
     """norm(layer(fc([norm(embed(token)), norm(hidden)]))).
 
@@ -248,7 +274,7 @@ def mtp_layer(
     Returns [rows, hidden].
     """
     batch = (positions, parents, row_seqs, prefix_lens, block_tables)
-    return cpu.mtp_layer(layer.handle, token_ids, hidden, keys, values, *batch, k_cache, v_cache)
+    return implementation(hidden).mtp_layer(layer, token_ids, hidden, keys, values, *batch, k_cache, v_cache, trees)
 
 
 def mtp_layer_by_ops(
@@ -275,4 +301,4 @@ def mtp_layer_by_ops(
 
 def mtp_guess(layer: MtpLayer, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest token after each row of hidden [rows, hidden]: ids [rows] int32, log-probabilities [rows]."""
-    return cpu.mtp_guess(layer.handle, hidden)
+    return implementation(hidden).mtp_guess(layer, hidden)

@@ -4,13 +4,13 @@
 import torch
 from torch import Tensor
 
-from tandem_kernels import cpu
-from tandem_kernels.cpu import PackedWeight
+from tandem_kernels.device import implementation
+from tandem_kernels.packed_weight import PackedWeight
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
     """Lay a weight [outputs, inputs] out for `linear`. bfloat16 stays bfloat16, other float types become float32."""
-    return cpu.pack_weight(weight)
+    return implementation(weight).pack_weight(weight)
 
 
 def linear(x: Tensor, weight: PackedWeight, residual: Tensor | None = None) -> Tensor:
@@ -19,7 +19,7 @@ def linear(x: Tensor, weight: PackedWeight, residual: Tensor | None = None) -> T
     x: [rows, inputs] float32, rows may be strided; residual: [rows, outputs] float32 or None.
     Returns [rows, outputs] float32; the head's logits come from here too.
     """
-    return cpu.linear(x, weight, residual)
+    return implementation(x).linear(x, weight, residual)
 
 
 def linear_reference(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from tandem_kernels import cpu
+from tandem_kernels.device import implementation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight. x: [rows, dim] float32; weight: [dim] float32. Returns [rows, dim]."""
-    return cpu.rms_norm(x, weight, eps)
+    return implementation(x).rms_norm(x, weight, eps)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,7 +24,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     x: [rows, heads * dim] float32 contiguous; gate: [rows, heads * dim], rows may be strided; weight: [dim].
     Returns [rows, heads * dim] float32.
     """
-    return cpu.gated_rms_norm(x, gate, weight, eps)
+    return implementation(x).gated_rms_norm(x, gate, weight, eps)
 
 
 def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

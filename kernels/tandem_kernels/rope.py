@@ -6,7 +6,7 @@ import math
 import torch
 from torch import Tensor
 
-from tandem_kernels import cpu
+from tandem_kernels.device import implementation
 from tandem_kernels.rms_norm import rms_norm_reference
 
 
@@ -16,7 +16,7 @@ def rope(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor,
     x: [rows, heads * dim] float32, rows may be strided; weight: [dim] float32 or None; positions: [rows] int32;
     cos, sin: [max_position, rotated_dims / 2] float32. Returns [rows, heads, dim] float32.
     """
-    return cpu.rope(x, weight, eps, cos, sin, positions, dim)
+    return implementation(x).rope(x, weight, eps, cos, sin, positions, dim)
 
 
 def rope_reference(

@@ -16,7 +16,6 @@ from tandem_kernels.cpu.layers import (
 )
 from tandem_kernels.cpu.library import set_num_threads
 from tandem_kernels.cpu.ops import (
-    PackedWeight,
     argmax,
     attention,
     causal_conv,
@@ -34,7 +33,6 @@ from tandem_kernels.cpu.ops import (
 
 __all__ = [
     "Handle",
-    "PackedWeight",
     "argmax",
     "attention",
     "attention_handle",

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tandem_kernels.cpu.library import load_library
-from tandem_kernels.cpu.ops import PackedWeight, update_conv_state
+from tandem_kernels.cpu.ops import update_conv_state
+from tandem_kernels.packed_weight import PackedWeight
 
 if TYPE_CHECKING:
     from tandem_kernels.layers import AttentionLayer, DeltaLayer, MlpLayer, MtpLayer
@@ -143,7 +144,7 @@ def mtp_handle(layer: "MtpLayer") -> Handle:
 
 
 def attention_layer(
-    handle: Handle,
+    layer: "AttentionLayer",
     x: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -154,11 +155,12 @@ def attention_layer(
     block_tables: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    trees: None,
 ) -> Tensor:
     rows = x.shape[0]
     out = torch.empty_like(x)
     _library.tandem_attention_layer(
-        handle.address,
+        layer.handle.address,
         x.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
@@ -179,7 +181,7 @@ def attention_layer(
 
 
 def delta_layer(
-    handle: Handle,
+    layer: "DeltaLayer",
     x: Tensor,
     parents: Tensor,
     row_slots: Tensor,
@@ -187,11 +189,14 @@ def delta_layer(
     seq_starts: Tensor,
     conv_state: Tensor,
     delta_state: Tensor,
+    trees: None,
+    kept: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.shape[0]
-    out, projected, qkv = torch.empty_like(x), torch.empty(rows, handle.width), torch.empty(rows, handle.channels)
+    projected, qkv = kept or (torch.empty(rows, layer.handle.width), torch.empty(rows, layer.handle.channels))
+    out = torch.empty_like(x)
     _library.tandem_delta_layer(
-        handle.address,
+        layer.handle.address,
         x.data_ptr(),
         projected.data_ptr(),
         qkv.data_ptr(),
@@ -208,14 +213,14 @@ def delta_layer(
     return out, projected, qkv
 
 
-def mlp_layer(handle: Handle, x: Tensor) -> Tensor:
+def mlp_layer(layer: "MlpLayer", x: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    _library.tandem_mlp_layer(handle.address, x.data_ptr(), out.data_ptr(), x.shape[0])
+    _library.tandem_mlp_layer(layer.handle.address, x.data_ptr(), out.data_ptr(), x.shape[0])
     return out
 
 
 def mtp_layer(
-    handle: Handle,
+    layer: "MtpLayer",
     token_ids: Tensor,
     hidden: Tensor,
     keys: Tensor,
@@ -227,11 +232,12 @@ def mtp_layer(
     block_tables: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    trees: None,
 ) -> Tensor:
     rows, dim = hidden.shape
     scratch, out = torch.empty(rows, 4 * dim), torch.empty(rows, dim)
     _library.tandem_mtp_layer(
-        handle.address,
+        layer.handle.address,
         token_ids.data_ptr(),
         hidden.data_ptr(),
         keys.data_ptr(),
@@ -253,11 +259,15 @@ def mtp_layer(
     return out
 
 
-def mtp_guess(handle: Handle, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def mtp_guess(layer: "MtpLayer", hidden: Tensor) -> tuple[Tensor, Tensor]:
     rows = hidden.shape[0]
-    logits, ids, logprobs = torch.empty(rows, handle.width), torch.empty(rows, dtype=torch.int32), torch.empty(rows)
+    logits, ids, logprobs = (
+        torch.empty(rows, layer.handle.width),
+        torch.empty(rows, dtype=torch.int32),
+        torch.empty(rows),
+    )
     _library.tandem_mtp_guess(
-        handle.address, hidden.data_ptr(), logits.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), rows
+        layer.handle.address, hidden.data_ptr(), logits.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), rows
     )
     return ids, logprobs
 

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls into the compiled library: tensors to addresses, outputs allocated. See the op modules for the meaning."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from tandem_kernels.cpu.library import load_library
+from tandem_kernels.packed_weight import PackedWeight
 
 PANEL = 64
 
@@ -15,20 +14,6 @@ _library = load_library()
 
 def _empty(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """A linear layer's weight in panels of 64 outputs; `data` is bfloat16 pairs as int32, or float32."""
-
-    data: Tensor
-    num_outputs: int
-    num_inputs: int
-    is_bf16: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data.numel() * self.data.element_size()
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
@@ -159,6 +144,7 @@ def gated_delta(
     seq_starts: Tensor,
     parents: Tensor,
     key_heads: int,
+    trees: None,
 ) -> Tensor:
     _, value_heads, dk, dv = state.shape
     out = _empty(qkv.shape[0], value_heads * dv)
@@ -223,6 +209,7 @@ def attention(
     parents: Tensor,
     row_seqs: Tensor,
     scale: float,
+    trees: None,
 ) -> Tensor:
     queries, heads, dim = q.shape
     _, kv_heads, block, _ = k_cache.shape
