@@ -88,12 +88,23 @@ class RequestStats:
 
 
 @dataclass(slots=True)
+class CacheCounters:
+    """What a cache did since the load."""
+
+    num_hits: int = 0
+    num_misses: int = 0
+    num_saved_tokens: int = 0  # that were not computed again
+    num_evictions: int = 0
+
+
+@dataclass(slots=True)
 class EngineCounters:
     """What an engine did since it was loaded."""
 
     num_rounds: int = 0
     num_output_tokens: int = 0
     drafter_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (drafted, accepted)
+    caches: dict[str, CacheCounters] = field(default_factory=dict)  # by cache: prefix, session, response
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,14 @@ class IndexPool:
         self._references[index] = 1
         return index
 
+    def share(self, index: int) -> None:
+        """Take one more reference on an index that has an owner."""
+        assert self._references[index] > 0, f"index {index} is free and can't be shared"
+        self._references[index] += 1
+
+    def num_references(self, index: int) -> int:
+        return self._references[index]
+
     def release(self, index: int) -> None:
         assert self._references[index] > 0, f"index {index} is released more often than it was taken"
         self._references[index] -= 1

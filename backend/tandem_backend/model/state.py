@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ModelState: the memory that sequences live in. KV blocks and recurrent slots, a tensor a layer."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,17 @@ class RecurrentLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotState:
+    """A copy of one recurrent slot: all that the delta layers know of a prefix. Empty where there are none."""
+
+    tensors: tuple[Tensor, ...]  # conv and delta of each recurrent layer in turn, shaped as in RecurrentLayer
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelState:
     """State of every layer, in layer order: a KVLayer for attention, a RecurrentLayer for delta."""
 
@@ -37,6 +49,31 @@ class ModelState:
             if isinstance(layer, RecurrentLayer):
                 layer.conv[slot].zero_()
                 layer.delta[slot].zero_()
+
+    def copy_slot(self, slot: int) -> SlotState:
+        return SlotState(tuple(part[slot].clone() for part in self._recurrent_parts()))
+
+    def restore_slot(self, slot: int, saved: SlotState) -> None:
+        for part, tensor in zip(self._recurrent_parts(), saved.tensors, strict=True):
+            part[slot].copy_(tensor)
+
+    def _recurrent_parts(self) -> list[Tensor]:
+        layers = (layer for layer in self.layers if isinstance(layer, RecurrentLayer))
+        return [part for layer in layers for part in (layer.conv, layer.delta)]
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        return any(isinstance(layer, RecurrentLayer) for layer in self.layers)
+
+    def kv_layers(self) -> list[KVLayer]:
+        return [layer for layer in self.layers if isinstance(layer, KVLayer)]
+
+
+def copy_block(layers: Iterable[KVLayer], source: int, target: int) -> None:
+    """Copy one KV block of each of the layers to another."""
+    for layer in layers:
+        layer.keys[target].copy_(layer.keys[source])
+        layer.values[target].copy_(layer.values[source])
 
 
 def allocate_state(config: ModelConfig, num_blocks: int, num_slots: int, block: int = KV_BLOCK) -> ModelState:
