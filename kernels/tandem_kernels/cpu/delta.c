@@ -114,12 +114,13 @@ static void commit_path(void *context, long task, int thread) {
 
 typedef struct {
     const delta_args *layers;
-    long tasks_per_layer;
+    long num_layers;
 } delta_layers_args;
 
+// Layers vary fastest: each thread gets the heads that it walked in the forward pass, whose state its cache holds.
 static void commit_layer_path(void *context, long task, int thread) {
     const delta_layers_args *a = context;
-    commit_path((void *)(a->layers + task / a->tasks_per_layer), task % a->tasks_per_layer, thread);
+    commit_path((void *)(a->layers + task % a->num_layers), task / a->num_layers, thread);
 }
 
 // qkv [rows, 2 * key_heads * dk + value_heads * dv] after the convolution; ab [rows, 2 * value_heads] with row stride
@@ -158,6 +159,6 @@ EXPORT void tandem_gated_delta_commit_layers(long num_layers, const float *const
         layers[i] = (delta_args){.qkv = qkv[i], .ab = ab[i], .a_log = a_log[i], .dt_bias = dt_bias[i], .state = state[i],
                                  .seq_starts = path_starts, .path_rows = path_rows, .slots = slots, .ldab = ldab,
                                  .key_heads = key_heads, .value_heads = value_heads, .dk = dk, .dv = dv};
-    delta_layers_args a = {layers, num_seqs * value_heads};
-    parallel_for(num_layers * a.tasks_per_layer, 1, commit_layer_path, &a);
+    delta_layers_args a = {layers, num_layers};
+    parallel_for(num_layers * num_seqs * value_heads, 1, commit_layer_path, &a);
 }

@@ -27,12 +27,15 @@ static _Atomic int target_threads = 1;
 static _Atomic int num_sleeping = 0;
 static _Atomic uint32_t generation = 0;
 
-// The job. Its fields change only between jobs, when every task is done. A ticket is the job's generation (upper half)
-// and its next unclaimed task: a claim succeeds only if neither has moved since the fields were read.
-static _Atomic uint64_t ticket = 0;
+// The job. Its fields change only between jobs, when every task is done. Each thread has a share of the tasks, always the
+// same one in jobs of the same size: what a task wrote last time, a sequence's state say, is then still in that core's
+// cache. Whoever is through with its own share helps with the others'. A share's ticket is the job's generation (upper
+// half) and its next unclaimed task: a claim succeeds only if neither has moved since the fields were read.
+static struct { _Alignas(128) _Atomic uint64_t ticket; } shares[MAX_THREADS];
 static _Atomic long num_done = 0;
 static _Atomic long job_tasks = 0;
 static _Atomic long job_grain = 1;
+static _Atomic int job_shares = 1;
 static _Atomic(task_fn) job_fn;
 static _Atomic(void *) job_context;
 
@@ -40,18 +43,25 @@ static int solo_jobs = 0, next_solo_jobs = MIN_SOLO_JOBS;
 
 static struct { void *memory; long bytes; } scratch[MAX_THREADS];
 
-static void run_tasks(uint32_t job, int thread) {
+INLINE long share_start(long num_tasks, int share, int num_shares) { return num_tasks * share / num_shares; }
+
+static void run_share(uint32_t job, int share, int thread) {
     for (;;) {
-        uint64_t now = atomic_load(&ticket);
-        long first = (uint32_t)now, n = job_tasks, grain = job_grain;
+        uint64_t now = atomic_load(&shares[share].ticket);
+        long first = (uint32_t)now, end = share_start(job_tasks, share + 1, job_shares), grain = job_grain;
         task_fn fn = job_fn;
         void *context = job_context;
-        if (now >> 32 != job || first >= n) return;
-        long last = min_long(first + grain, n);
-        if (!atomic_compare_exchange_weak(&ticket, &now, now + (last - first))) continue;
+        if (now >> 32 != job || first >= end) return;
+        long last = min_long(first + grain, end);
+        if (!atomic_compare_exchange_weak(&shares[share].ticket, &now, now + (last - first))) continue;
         for (long task = first; task < last; task++) fn(context, task, thread);
         atomic_fetch_add(&num_done, last - first);
     }
+}
+
+static void run_tasks(uint32_t job, int thread) {
+    int num_shares = job_shares;
+    for (int i = 0; i < num_shares; i++) run_share(job, (thread + i) % num_shares, thread);
 }
 
 static uint32_t wait_for_job(uint32_t seen) {
@@ -135,14 +145,17 @@ void parallel_for(long num_tasks, long grain, task_fn fn, void *context) {
     } else {
         uint32_t job = generation + 1;
         // Nothing can be claimed while the fields change: a late worker would run a task of half the old job.
-        ticket = (uint64_t)job << 32 | UINT32_MAX;
+        int num_shares = target_threads;
+        for (int i = 0; i < num_shares; i++) shares[i].ticket = (uint64_t)job << 32 | UINT32_MAX;
         int64_t start = now_ns();
         job_tasks = num_tasks;
         job_grain = grain;
+        job_shares = num_shares;
         job_fn = fn;
         job_context = context;
         num_done = 0;
-        ticket = (uint64_t)job << 32;
+        for (int i = 0; i < num_shares; i++)
+            shares[i].ticket = (uint64_t)job << 32 | (uint32_t)share_start(num_tasks, i, num_shares);
         generation = job;
         if (num_sleeping > 0) syscall(SYS_futex, &generation, FUTEX_WAKE_PRIVATE, num_workers, NULL, NULL, 0);
         run_tasks(job, 0);
