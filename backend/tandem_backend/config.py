@@ -26,6 +26,18 @@ class EngineConfig(BaseModel):
     )
     max_active: int = Field(default=32, ge=1, le=1024, description="requests decoded together in one round")
     max_queued: int = Field(default=256, ge=0, description="requests that wait; more are answered UNAVAILABLE")
+    queue_timeout_s: float = Field(
+        default=300.0,
+        ge=0,
+        le=1e9,
+        description="a request that waited so long is answered UNAVAILABLE; 0: no limit",
+    )
+    priority_aging_s: float = Field(
+        default=10.0,
+        ge=0,
+        le=1e6,
+        description="a request of the next lower priority goes first if it came so much earlier",
+    )
     max_sessions: int = Field(
         default=256, ge=1, le=65536, description="sequences whose state is kept between their turns"
     )
@@ -39,6 +51,9 @@ class EngineConfig(BaseModel):
         ge=0,
         le=10000,
         description="least time between two responses of a stream, first and last excepted; 0: one a round",
+    )
+    max_failed_rounds: int = Field(
+        default=3, ge=1, le=1000, description="so many rounds that fail one after another make the model unready"
     )
     drafters: tuple[str, ...] = Field(
         default=("auto",),

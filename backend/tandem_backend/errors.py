@@ -33,9 +33,16 @@ class InvalidRequestError(TandemError):
 
 
 class UnavailableError(TandemError):
-    """The request is fine, but the engine can't take it now (queue full, shutting down)."""
+    """The request is fine, but the engine can't take it now (queue full, shutting down).
+
+    With `retry_after_s` the message ends in "retry after N s": the wire has no other place for it.
+    """
 
     code = "UNAVAILABLE"
+
+    def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message if retry_after_s is None else f"{message}; retry after {retry_after_s} s")
+        self.retry_after_s = retry_after_s
 
 
 class SelfTestError(TandemError):

@@ -10,13 +10,26 @@ from tandem_backend.errors import TandemError
 
 SequenceId = int | str
 
+DEFAULT_PRIORITY = 5
+
 
 class FinishReason(StrEnum):
-    """Why a request ended: a stop token or stop string, the token limit, or a cancellation."""
+    """Why a request ended: a stop token or stop string, the token limit, a cancellation, or its own timeout_ms."""
 
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+
+
+class SessionEnd(StrEnum):
+    """Why a session's state was dropped."""
+
+    ENDED = "ended"  # by END or stop
+    RESET = "reset"  # by START on the live sequence
+    IDLE = "idle"  # for longer than session_idle_s
+    MEMORY = "memory"  # its slot or blocks were needed, or max_sessions was reached
+    FAILED = "failed"  # a round or a turn's start failed, or its first turn never ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +67,8 @@ class Request:
     sequence_id: SequenceId | None = None
     sequence_start: bool = False
     sequence_end: bool = False
+    priority: int = DEFAULT_PRIORITY  # 1 starts first, 9 last
+    timeout_ms: int | None = None  # from arrival to the last token; None: no limit
 
 
 def acceptance_len(num_tokens: int, num_decode_rounds: int) -> float:
@@ -105,6 +120,7 @@ class EngineCounters:
     num_output_tokens: int = 0
     drafter_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (drafted, accepted)
     caches: dict[str, CacheCounters] = field(default_factory=dict)  # by cache: prefix, session, response
+    ended_sessions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SessionEnd, 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

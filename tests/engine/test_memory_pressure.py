@@ -13,11 +13,12 @@ from tandem_backend.types import FinishReason, Prompt, Request
 
 @pytest.fixture
 def driver(hybrid: Path) -> EngineDriver:
-    config = engine_config(hybrid, drafters=("lookup", "mtp"), router="always", max_active=2, max_sessions=2)
+    config = engine_config(hybrid, drafters=("lookup", "mtp"), router="always", max_active=2, max_sessions=4)
     return EngineDriver(config, poison=True)
 
 
 def test_the_least_recently_used_session_goes_when_slots_are_short(driver: EngineDriver, plain: Plain) -> None:
+    driver.engine.scheduler.slots = IndexPool(4)
     for sequence_id in (1, 2, 3, 4):
         driver.run(start(f"first {sequence_id}", sequence_id=sequence_id))
     driver.run(turn("again", sequence_id=1))
@@ -76,9 +77,10 @@ def test_a_turn_of_messages_starts_though_memory_is_smaller_than_the_context(tex
 
 
 def test_waiting_sessions_give_their_slots_to_a_request_before_them(hybrid: Path) -> None:
-    config = engine_config(hybrid, max_active=1, max_sessions=1, max_queued=8)
+    num_slots = 4
+    config = engine_config(hybrid, max_active=1, max_sessions=num_slots, max_queued=8)
     driver = EngineDriver(config, poison=True)
-    num_slots = driver.engine.scheduler.slots.size
+    driver.engine.scheduler.slots = IndexPool(num_slots)
     for sequence_id in range(num_slots):
         driver.run(start(f"first {sequence_id}", sequence_id=sequence_id))
     driver.add(Request(request_id="single", prompt=Prompt(token_ids=(4,)), params=PARAMS))

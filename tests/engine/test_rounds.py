@@ -48,7 +48,9 @@ def test_a_failed_round_ends_the_requests_in_it_and_no_others(
         error = driver.results[request_id].error
         assert isinstance(error, InternalError)
         assert str(error) == "the round failed: out of luck"
-    assert driver.results["lost too"].finish_reason == FinishReason.CANCELLED
+    error = driver.results["lost too"].error
+    assert isinstance(error, InternalError)
+    assert str(error).startswith("sequence 'lost' is lost: the round failed: out of luck; send sequence_start")
     assert num_different(driver.results["queued"], plain.run((3, 4, 5), PARAMS)) == 0
     assert "a round failed" in caplog.text
     assert list(driver.engine.scheduler.sessions) == ["kept"]

@@ -36,6 +36,7 @@ def test_statistics_are_gauges_and_work_is_counted(registry: dict[str, Metric]) 
         'tandem_requests_total{,outcome="stop"}': 2,
         'tandem_requests_total{,outcome="length"}': 0,
         'tandem_requests_total{,outcome="cancelled"}': 0,
+        'tandem_requests_total{,outcome="timeout"}': 0,
         'tandem_requests_total{,outcome="error"}': 1,
     }
 

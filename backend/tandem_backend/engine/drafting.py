@@ -60,12 +60,16 @@ class Drafting:
         return frozenset(names)
 
     def begin(self, key: int) -> None:
-        for drafter in self.drafters.values():
-            drafter.begin(key)
+        for name, drafter in self.drafters.items():
+            if name not in self.failed:
+                with self._containing(name):
+                    drafter.begin(key)
 
     def end(self, key: int) -> None:
         for name, drafter in self.drafters.items():
-            drafter.end(key)
+            if name not in self.failed:
+                with self._containing(name):
+                    drafter.end(key)
             self.accounts.pop((key, name), None)
             self.trusts.pop((key, name), None)
 

@@ -13,15 +13,17 @@ from tandem_backend.config import EngineConfig
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.build import DrafterPlan, plan_drafters
 from tandem_backend.engine.drafting import Drafting
+from tandem_backend.engine.health import Health
 from tandem_backend.engine.limits import Limits
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.prompts import PromptEncoder
-from tandem_backend.engine.round import RecordLogits, RoundRunner, Step
+from tandem_backend.engine.queue import RequestQueue, Waiting
+from tandem_backend.engine.round import RecordLogits, RoundRunner
 from tandem_backend.engine.router import Router, load_verify_curve
-from tandem_backend.engine.scheduler import Scheduler, Waiting
+from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.self_test import NUM_BLOCKS, NUM_SLOTS, SelfTestResult, run_self_test
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Session
-from tandem_backend.engine.text_output import TextOutput
+from tandem_backend.engine.start import Starter
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import (
     ConfigError,
@@ -32,7 +34,7 @@ from tandem_backend.errors import (
 )
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import KV_BLOCK, ModelState, allocate_state, block_bytes
-from tandem_backend.types import EngineCounters, FinishReason, Request, RequestStats, SequenceId, StepOutput
+from tandem_backend.types import EngineCounters, FinishReason, Request, SequenceId, SessionEnd, StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +72,18 @@ class Engine:
         state = allocate_state(self.model.config, num_blocks, num_slots)
         self.rounds = RoundRunner(self.model, state, drafting, record_logits)
         self.scheduler = Scheduler(
-            config, self.max_context_len, KV_BLOCK, IndexPool(num_blocks), IndexPool(num_slots), on_free=drafting.end
+            config,
+            self.max_context_len,
+            KV_BLOCK,
+            IndexPool(num_blocks),
+            IndexPool(num_slots),
+            on_free=drafting.end,
+            on_session_end=self._count_session_end,
+            waiting=RequestQueue(config),
         )
         self.limits = Limits(self.model.config, self.scheduler)
+        self._starter = Starter(self.prompts, self.tokenizer, self.limits, self.scheduler, self.rounds)
+        self.health = Health(config.max_failed_rounds)
         self._outputs: list[StepOutput] = []
         self.self_test = self._run_self_test(state, num_blocks)
 
@@ -100,7 +111,7 @@ class Engine:
     def prepare(self, request: Request) -> PreparedRequest:
         """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
         prompt_ids = self.prompts.encode(request.prompt)
-        prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns())
+        prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns(), time.monotonic())
         self.limits.check(request, len(prompt_ids))
         self.rounds.drafting.names(request.params.drafter)
         return prepared
@@ -108,33 +119,34 @@ class Engine:
     def add(self, prepared: PreparedRequest) -> None:
         """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
         request = prepared.request
-        self.scheduler.check_queue()
+        self.scheduler.check_room(request)
         if request.sequence_start and request.sequence_id is not None:
-            self.close_sequence(request.sequence_id)
+            self.close_sequence(request.sequence_id, SessionEnd.RESET)
         self.scheduler.enqueue(prepared)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step gives its last output. An unknown id is ignored."""
-        for item in self.scheduler.waiting:
-            if item.prepared.request.request_id == request_id:
-                self.scheduler.waiting.remove(item)
-                self._end_unstarted(item, StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
-                return
+        item = self.scheduler.waiting.find(request_id)
+        if item is not None:
+            self.scheduler.waiting.remove(item)
+            self._end_unstarted(item, FinishReason.CANCELLED)
+            return
         for generation in self.scheduler.running:
             if generation.request.request_id == request_id:
-                self._finish(generation, StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
+                self._finish(generation, FinishReason.CANCELLED)
                 return
 
-    def close_sequence(self, sequence_id: SequenceId) -> None:
+    def close_sequence(self, sequence_id: SequenceId, why: SessionEnd = SessionEnd.ENDED) -> None:
         """Cancel a sequence's requests and drop its state. An unknown id is ignored."""
         session = self.scheduler.sessions.get(sequence_id)
         if session is None:
             return
-        for item in [item for item in self.scheduler.waiting if item.session is session]:
-            self.cancel(item.prepared.request.request_id)
+        for item in self.scheduler.waiting.take_turns(session):
+            request_id = item.prepared.request.request_id
+            self._outputs.append(StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
         if session.running is not None:
-            self.cancel(session.running.request.request_id)
-        self.scheduler.drop_session(session)
+            self._finish(session.running, FinishReason.CANCELLED)
+        self.scheduler.drop_session(session, why)
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
         """Drop a sequence's state once its requests are done. An unknown id is ignored."""
@@ -168,113 +180,101 @@ class Engine:
     def counters(self) -> EngineCounters:
         """What was done since the load; a copy."""
         counters = self.rounds.counters
-        return replace(counters, drafter_tokens=dict(counters.drafter_tokens))
+        return replace(
+            counters,
+            drafter_tokens=dict(counters.drafter_tokens),
+            ended_sessions=dict(counters.ended_sessions),
+        )
+
+    def _count_session_end(self, why: SessionEnd) -> None:
+        self.rounds.counters.ended_sessions[why] += 1
 
     def step(self) -> list[StepOutput]:
         """One round. An exception in it ends the round's requests with an error and leaves the others alone."""
-        for item in self.scheduler.startable():
-            try:
-                self._start(item)
-            except TandemError as error:
-                self._end_unstarted(item, StepOutput(request_id=item.prepared.request.request_id, error=error))
-            except Exception as error:
-                logger.exception("a request could not be started")
-                failure = InternalError(f"the request could not be started: {error}")
-                self._end_unstarted(item, StepOutput(request_id=item.prepared.request.request_id, error=failure))
+        self._end_overdue()
+        self._start_waiting()
         scheduled = self.scheduler.schedule()
         if scheduled:
             try:
                 steps = self.rounds.run(scheduled)
             except Exception as error:
                 logger.exception("a round failed")
+                self.health.failed()
                 for rows in scheduled:
                     self._fail(rows.generation, InternalError(f"the round failed: {error}"))
             else:
+                self.health.went_well()
                 for rows, step in zip(scheduled, steps, strict=True):
-                    self._publish(rows.generation, step)
+                    self._publish(rows.generation, step.output)
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    def _publish(self, generation: Generation, step: Step) -> None:
-        if step.output is None:
+    def _start_waiting(self) -> None:
+        for item in self.scheduler.startable():
+            try:
+                self._starter.start(item)
+            except TandemError as error:
+                self._end_unstarted(item, error=error)
+            except Exception as error:
+                logger.exception("a request could not be started")
+                self._end_unstarted(item, error=InternalError(f"the request could not be started: {error}"))
+
+    def _end_overdue(self) -> None:
+        """End what has waited or run for too long."""
+        now_s = time.monotonic()
+        for item in self.scheduler.waiting.take_overdue(now_s):
+            if item.prepared.deadline_s <= now_s:
+                self._end_unstarted(item, FinishReason.TIMEOUT)
+            else:
+                waited_s = self.config.queue_timeout_s
+                hint = self.scheduler.waiting.retry_after_s(len(self.scheduler.running))
+                self._end_unstarted(
+                    item, error=UnavailableError(f"queue_timeout_s: waited for {waited_s:g} s", retry_after_s=hint)
+                )
+        for generation in [g for g in self.scheduler.running if g.prepared.deadline_s <= now_s]:
+            self._finish(generation, FinishReason.TIMEOUT, text=generation.flush())
+
+    def _publish(self, generation: Generation, output: StepOutput | None) -> None:
+        if output is None:
             return
-        if step.output.is_last:
-            self._finish(generation, step.output)
+        if output.is_last:
+            self._give_last(generation, output)
         else:
-            self._outputs.append(step.output)
+            self._outputs.append(output)
 
-    def _start(self, item: Waiting) -> None:
-        """Turn a queued request into a running one: its tokens, memory and stop rules."""
-        request, session = item.prepared.request, item.session
-        if session is not None and self.scheduler.sessions.get(session.sequence_id) is not session:
-            raise UnavailableError(
-                f"sequence {session.sequence_id!r} was dropped for memory while this turn waited; "
-                "send sequence_start with the whole conversation"
-            )
-        kept = session.sequence if session is not None else None
-        token_ids = list(item.prepared.prompt_ids)
-        if session is not None and kept is not None:
-            token_ids = self.prompts.continue_session(session, kept.token_ids, request.prompt)
-        self.limits.check(request, len(token_ids))
-        sequence = kept if kept is not None else self.scheduler.new_sequence()
-        if kept is None or token_ids[: len(kept.token_ids)] != kept.token_ids:
-            sequence.num_computed = 0
-            self.rounds.state.clear_slot(sequence.slot)
-            self.rounds.drafting.begin(sequence.slot)
-        sequence.token_ids = token_ids
-        max_tokens = min(self.scheduler.max_tokens(item.prepared), self.max_context_len - len(token_ids))
-        self.scheduler.reserve(sequence, len(token_ids) + max_tokens)
-        stats = RequestStats(
-            num_prompt_tokens=len(token_ids),
-            num_cached_tokens=sequence.num_computed,
-            arrival_time_ns=item.prepared.arrival_time_ns,
-            first_scheduled_time_ns=time.time_ns(),
-        )
-        text = None
-        if self.tokenizer is not None:
-            text = TextOutput(self.tokenizer, request.params.stop, include_stop=request.params.include_stop)
-        generation = Generation(
-            item.prepared,
-            sequence,
-            max_tokens,
-            self.limits.stop_ids(request),
-            text,
-            session,
-            stats,
-            self.rounds.drafting.names(request.params.drafter),
-        )
-        if session is not None:
-            session.sequence, session.running = sequence, generation
-            _remember_prompt(session, request, is_first=kept is None)
-        self.scheduler.running.append(generation)
+    def _finish(self, generation: Generation, reason: FinishReason, text: str = "") -> None:
+        request_id = generation.request.request_id
+        self._give_last(generation, StepOutput(request_id=request_id, text=text, finish_reason=reason))
 
-    def _end_unstarted(self, item: Waiting, output: StepOutput) -> None:
-        """Give the last output of a request that never ran; an END still ends its session."""
-        self._outputs.append(output)
-        if item.session is not None:
-            self.scheduler.drop_if_over(item.session)
-
-    def _finish(self, generation: Generation, output: StepOutput) -> None:
+    def _give_last(self, generation: Generation, output: StepOutput) -> None:
         """Give a request's last output and hand its state to its session, if it has one."""
-        session = generation.session
-        if session is not None and session.messages is not None and generation.text is not None:
-            session.messages = [*session.messages, {"role": "assistant", "content": generation.text.text}]
         self.scheduler.finish(generation)
         self._outputs.append(replace(output, stats=generation.stats))
+
+    def _end_unstarted(
+        self, item: Waiting, reason: FinishReason | None = None, error: TandemError | None = None
+    ) -> None:
+        """Give the last output of a request that never ran; an END still ends its session."""
+        request, session = item.prepared.request, item.session
+        self._outputs.append(StepOutput(request_id=request.request_id, finish_reason=reason, error=error))
+        if session is None or self.scheduler.drop_if_over(session):
+            return
+        if request.sequence_start:
+            self._lose_session(session, UnavailableError(_lost(session, "its first turn never ran")))
 
     def _fail(self, generation: Generation, error: TandemError) -> None:
         """End a request whose state can't be trusted any more: its session goes too."""
         session = generation.session
-        self._finish(generation, StepOutput(request_id=generation.request.request_id, error=error))
-        if session is not None and session.sequence is not None:
-            self.close_sequence(session.sequence_id)
+        self._give_last(generation, StepOutput(request_id=generation.request.request_id, error=error))
+        if session is not None:
+            self._lose_session(session, InternalError(_lost(session, str(error))))
+
+    def _lose_session(self, session: Session, error: TandemError) -> None:
+        """Drop a session that has nothing its next turns could continue; those that wait end with `error`."""
+        for item in self.scheduler.waiting.take_turns(session):
+            self._outputs.append(StepOutput(request_id=item.prepared.request.request_id, error=error))
+        self.scheduler.drop_session(session, SessionEnd.FAILED)
 
 
-def _remember_prompt(session: Session, request: Request, *, is_first: bool) -> None:
-    """Keep the conversation as messages while every turn comes so; it is rendered again as a whole next turn."""
-    if request.prompt.messages is None:
-        session.messages = None
-    elif is_first:
-        session.messages = list(request.prompt.messages)
-    elif session.messages is not None:
-        session.messages = [*session.messages, *request.prompt.messages]
+def _lost(session: Session, why: str) -> str:
+    return f"sequence {session.sequence_id!r} is lost: {why}; send sequence_start with the whole conversation"

@@ -2,23 +2,16 @@
 """Scheduler: which requests run, what each brings to a round, and who owns which memory. Knows no tensors."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine.pools import IndexPool
+from tandem_backend.engine.prompt_rows import share_rows
+from tandem_backend.engine.queue import RequestQueue, Waiting
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Sequence, Session
 from tandem_backend.errors import InvalidRequestError, UnavailableError
-from tandem_backend.types import SequenceId
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request in the queue, with the session it belongs to."""
-
-    prepared: PreparedRequest
-    session: Session | None
+from tandem_backend.types import Request, SequenceId, SessionEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +25,71 @@ class ScheduledRows:
 
 @dataclass(slots=True)
 class Scheduler:
-    """Queue, running requests and sessions. Requests start in order; those of one session one after the other."""
+    """Running requests, sessions and the queue. Who is first in the queue starts first; nobody passes it.
+
+    `on_free` is told the slot of every sequence that is gone, `on_session_end` why each session was dropped.
+    """
 
     config: EngineConfig
     max_context_len: int
     block: int
     blocks: IndexPool
     slots: IndexPool
-    on_free: Callable[[int], None]  # told the slot of every sequence that is gone
-    waiting: deque[Waiting] = field(default_factory=deque)
+    on_free: Callable[[int], None]
+    on_session_end: Callable[[SessionEnd], None]
+    waiting: RequestQueue
     running: list[Generation] = field(default_factory=list)
     sessions: dict[SequenceId, Session] = field(default_factory=dict)
 
-    def check_queue(self) -> None:
-        """Raises UnavailableError when no further request is taken."""
-        if len(self.waiting) + len(self.running) >= self.config.max_active + self.config.max_queued:
-            raise UnavailableError(
-                f"the queue is full ({len(self.waiting)} waiting, {len(self.running)} running); retry later"
-            )
+    def check_room(self, request: Request) -> None:
+        """Raises UnavailableError when the request can't be queued: nothing has changed then."""
+        self.waiting.check_room(len(self.running))
+        if self._opens_session(request):
+            kept = self._kept_sessions(request)
+            if len(kept) >= self.config.max_sessions and not any(session.is_idle for session in kept):
+                raise UnavailableError(
+                    f"max_sessions: all {len(kept)} open sequences are busy",
+                    retry_after_s=self.waiting.retry_after_s(len(self.running)),
+                )
 
     def enqueue(self, prepared: PreparedRequest) -> None:
-        """Queue a request. Raises InvalidRequestError where it continues no open sequence."""
-        request = prepared.request
-        session = None
+        """Queue a request that `check_room` let pass. Raises InvalidRequestError where it continues no open sequence.
+
+        A new session takes the place of the least recently used idle one if there are max_sessions.
+        """
+        request, session = prepared.request, None
         if request.sequence_id is not None:
-            session = self.sessions.get(request.sequence_id)
-            if request.sequence_start:
-                session = self.sessions[request.sequence_id] = Session(request.sequence_id)
-            elif session is None or session.ends:
-                raise InvalidRequestError(
-                    f"sequence_id: no open sequence {request.sequence_id!r} (never started, ended, idle for too long "
-                    "or dropped for memory); send sequence_start with the whole conversation"
-                )
+            if self._opens_session(request):
+                kept = self._kept_sessions(request)
+                if len(kept) >= self.config.max_sessions:
+                    self._drop_least_recent([session for session in kept if session.is_idle])
+            session = self._session_of(request, request.sequence_id)
             session.ends = request.sequence_end
-        self.waiting.append(Waiting(prepared, session))
+        self.waiting.push(Waiting(prepared, session))
+
+    def _opens_session(self, request: Request) -> bool:
+        """START with END is a single request: nothing of it is kept."""
+        return request.sequence_id is not None and request.sequence_start and not request.sequence_end
+
+    def _kept_sessions(self, request: Request) -> list[Session]:
+        """The sessions that max_sessions counts, but for the one that the request begins anew."""
+        return [s for s in self.sessions.values() if not s.ends and s.sequence_id != request.sequence_id]
+
+    def _session_of(self, request: Request, sequence_id: SequenceId) -> Session:
+        session = self.sessions.get(sequence_id)
+        if request.sequence_start:
+            session = self.sessions[sequence_id] = Session(sequence_id)
+        elif session is None or session.ends:
+            raise InvalidRequestError(
+                f"sequence_id: no open sequence {sequence_id!r} (never started, ended, idle for too long "
+                "or dropped for memory); send sequence_start with the whole conversation"
+            )
+        return session
 
     def startable(self) -> Iterator[Waiting]:
         """Take requests off the queue as long as one may start. The caller starts each before it asks for the next."""
         while len(self.running) < self.config.max_active:
-            item = next((w for w in self.waiting if w.session is None or w.session.running is None), None)
+            item = self.waiting.first()
             if item is None or not self._make_room(item):
                 return
             self.waiting.remove(item)
@@ -79,8 +98,8 @@ class Scheduler:
     def _make_room(self, item: Waiting) -> bool:
         """Drop idle sessions, least recently used first, until the request's worst case fits.
 
-        When nothing runs that could make room, sessions with a waiting turn go too, the last to be served first: each
-        one's state would keep the others waiting for ever.
+        False: it has to wait for running requests. Where nothing runs, sessions with waiting turns are dropped as well,
+        the one whose turn is last in the queue first: each one's state would keep the others waiting for ever.
         """
         kept = item.session.sequence if item.session is not None else None
         while True:
@@ -89,15 +108,18 @@ class Scheduler:
             owned = len(kept.block_table) if kept is not None else 0
             if not needs_slot and self._worst_blocks(item, kept) <= self.blocks.num_free + owned:
                 return True
-            others = [s for s in self.sessions.values() if s is not item.session]
-            idle = [s for s in others if self._is_idle(s)]
+            others = [s for s in self.sessions.values() if s is not item.session and s.sequence is not None]
+            idle = [s for s in others if s.is_idle]
             if idle:
-                self.drop_session(min(idle, key=lambda s: s.last_used_s))
+                self._drop_least_recent(idle)
             elif self.running:
                 return False
             else:
                 turns = [waiting.session for waiting in self.waiting]
-                self.drop_session(max((s for s in others if s.sequence is not None), key=turns.index))
+                self.drop_session(max(others, key=turns.index), SessionEnd.MEMORY)
+
+    def _drop_least_recent(self, sessions: list[Session]) -> None:
+        self.drop_session(min(sessions, key=lambda session: session.last_used_s), SessionEnd.MEMORY)
 
     def _worst_blocks(self, item: Waiting, kept: Sequence | None) -> int:
         prompt = item.prepared.num_prompt_tokens + (len(kept.token_ids) if kept is not None else 0)
@@ -129,34 +151,27 @@ class Scheduler:
             self.blocks.release(sequence.block_table.pop())
 
     def schedule(self) -> list[ScheduledRows]:
-        """Every decoding request, and prompt rows within the round's budget, oldest request first."""
+        """Every decoding request, and the prompts' shares of the round's budget."""
         is_anyone_decoding = any(g.is_decoding for g in self.running)
         budget = self.config.joint_prefill_rows if is_anyone_decoding else self.config.max_prefill_rows
-        scheduled = []
-        for generation in self.running:
-            if generation.is_decoding:
-                scheduled.append(ScheduledRows(generation, 0, ends_prompt=False))
-                continue
-            pending = generation.sequence.num_pending
-            rows = min(pending, budget)
-            if rows > 0:
-                budget -= rows
-                scheduled.append(ScheduledRows(generation, rows, ends_prompt=rows == pending))
-        return scheduled
+        pending = [0 if g.is_decoding else g.sequence.num_pending for g in self.running]
+        shares = share_rows(pending, [g.request.priority for g in self.running], budget)
+        return [
+            ScheduledRows(generation, rows, ends_prompt=0 < rows == num_pending)
+            for generation, rows, num_pending in zip(self.running, shares, pending, strict=True)
+            if rows or generation.is_decoding
+        ]
 
     def finish(self, generation: Generation) -> None:
         """Take a request out. Its session keeps the state for the next turn unless it ends here."""
         self.running.remove(generation)
+        self.waiting.learn_duration(time.monotonic() - generation.started_s)
         session = generation.session
         if session is None:
             self.free(generation.sequence)
             return
-        session.running = None
-        session.last_used_s = time.monotonic()
-        if self.sessions.get(session.sequence_id) is not session:
-            self.free(generation.sequence)
-            session.sequence = None
-        elif not self.drop_if_over(session):
+        session.end_turn(generation)
+        if not self.drop_if_over(session):
             self.trim(generation.sequence, generation.sequence.num_computed)
 
     def free(self, sequence: Sequence) -> None:
@@ -164,31 +179,40 @@ class Scheduler:
         self.slots.release(sequence.slot)
         self.on_free(sequence.slot)
 
-    def drop_session(self, session: Session) -> None:
-        """Forget a session that runs nothing."""
+    def discard(self, sequence: Sequence, session: Session | None) -> None:
+        """Free a sequence that could not be started; with it goes what its session had kept."""
+        if session is not None and session.sequence is sequence:
+            self.drop_session(session, SessionEnd.FAILED)
+        else:
+            self.free(sequence)
+
+    def is_open(self, session: Session) -> bool:
+        return self.sessions.get(session.sequence_id) is session
+
+    def drop_session(self, session: Session, why: SessionEnd) -> None:
+        """Forget a session that runs nothing; one that was dropped before is left as it is."""
         assert session.running is None, "a running session is finished before it is dropped"
-        if self.sessions.get(session.sequence_id) is session:
-            del self.sessions[session.sequence_id]
+        if not self.is_open(session):
+            return
+        del self.sessions[session.sequence_id]
+        self.on_session_end(why)
         if session.sequence is not None:
             self.free(session.sequence)
             session.sequence = None
 
     def drop_if_over(self, session: Session) -> bool:
         """Forget a session whose END came once no turn of it is left; says whether it did."""
-        is_over = session.ends and self._is_idle(session)
+        is_over = session.ends and session.is_idle
         if is_over:
-            self.drop_session(session)
+            self.drop_session(session, SessionEnd.ENDED)
         return is_over
-
-    def _is_idle(self, session: Session) -> bool:
-        return session.running is None and all(item.session is not session for item in self.waiting)
 
     def sweep(self, now_s: float) -> int:
         """Drop sessions that were idle for longer than session_idle_s; returns how many."""
         limit = now_s - self.config.session_idle_s
-        stale = [s for s in self.sessions.values() if s.last_used_s < limit and self._is_idle(s)]
+        stale = [s for s in self.sessions.values() if s.last_used_s < limit and s.is_idle]
         for session in stale:
-            self.drop_session(session)
+            self.drop_session(session, SessionEnd.IDLE)
         return len(stale)
 
     def check_integrity(self) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequence (tokens with committed state), Generation (one request being decoded on it) and Session (its turns)."""
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,13 @@ class PreparedRequest:
     request: Request
     prompt_ids: tuple[int, ...]  # of the prompt by itself
     arrival_time_ns: int
+    arrival_s: float  # time.monotonic() at the same moment
+
+    @property
+    def deadline_s(self) -> float:
+        """By time.monotonic(): when the request ends with what it has."""
+        timeout_ms = self.request.timeout_ms
+        return math.inf if timeout_ms is None else self.arrival_s + timeout_ms / 1e3
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -45,9 +53,34 @@ class Session:
     sequence_id: SequenceId
     sequence: Sequence | None = None  # None until its first turn starts
     running: "Generation | None" = None
+    num_waiting: int = 0  # turns in the queue
     messages: list[Mapping[str, Any]] | None = None  # the conversation so far, where every turn came as messages
     last_used_s: float = field(default_factory=time.monotonic)
     ends: bool = False  # END was sent: no further turn is taken
+
+    @property
+    def is_idle(self) -> bool:
+        return self.running is None and self.num_waiting == 0
+
+    def begin_turn(self, generation: "Generation", *, is_first: bool) -> None:
+        """Take a turn that starts, and keep the conversation as messages while every turn comes so.
+
+        It is rendered again as a whole with the next turn.
+        """
+        self.sequence, self.running = generation.sequence, generation
+        messages = generation.request.prompt.messages
+        if messages is None:
+            self.messages = None
+        elif is_first:
+            self.messages = list(messages)
+        elif self.messages is not None:
+            self.messages = [*self.messages, *messages]
+
+    def end_turn(self, generation: "Generation") -> None:
+        """Remember the answer of a turn that has ended."""
+        self.running, self.last_used_s = None, time.monotonic()
+        if self.messages is not None and generation.text is not None:
+            self.messages = [*self.messages, {"role": "assistant", "content": generation.text.text}]
 
 
 @dataclass(slots=True)
@@ -63,6 +96,7 @@ class Generation:
     stats: RequestStats
     drafters: frozenset[str]
     num_output: int = 0
+    started_s: float = field(default_factory=time.monotonic)
 
     @property
     def request(self) -> Request:
@@ -90,7 +124,7 @@ class Generation:
         may_stop = self.num_output > self.request.params.min_tokens
         if may_stop and token_id in self.stop_ids:
             # The stop token itself is no text, whether or not the tokenizer calls it special.
-            self._flush(pieces)
+            pieces.append(self.flush())
             return FinishReason.STOP
         if self.text is not None:
             piece, stopped = self.text.push(token_id, may_stop=may_stop)
@@ -98,10 +132,10 @@ class Generation:
             if stopped:
                 return FinishReason.STOP
         if self.num_output >= self.max_tokens:
-            self._flush(pieces)
+            pieces.append(self.flush())
             return FinishReason.LENGTH
         return None
 
-    def _flush(self, pieces: list[str]) -> None:
-        if self.text is not None:
-            pieces.append(self.text.flush())
+    def flush(self) -> str:
+        """The text that is held back: an unfinished character, or what may have become a stop string."""
+        return self.text.flush() if self.text is not None else ""

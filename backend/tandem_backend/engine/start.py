@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starter: turns a queued request into a running one."""
+
+import time
+from dataclasses import dataclass
+
+from tandem_backend.engine.limits import Limits
+from tandem_backend.engine.prompts import PromptEncoder
+from tandem_backend.engine.queue import Waiting
+from tandem_backend.engine.round import RoundRunner
+from tandem_backend.engine.scheduler import Scheduler
+from tandem_backend.engine.sequence import Generation, Sequence
+from tandem_backend.engine.text_output import TextOutput
+from tandem_backend.engine.tokenizer import Tokenizer
+from tandem_backend.errors import UnavailableError
+from tandem_backend.types import RequestStats
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """Gives a request its tokens, memory, drafters and stop rules. Holds no state of its own."""
+
+    prompts: PromptEncoder
+    tokenizer: Tokenizer | None
+    limits: Limits
+    scheduler: Scheduler
+    rounds: RoundRunner
+
+    def start(self, item: Waiting) -> None:
+        """Run the request from the next round on. What raises leaves no memory behind.
+
+        Raises InvalidRequestError where it does not fit behind its session's tokens (which stay as they are), and
+        UnavailableError where that session is gone.
+        """
+        session = item.session
+        if session is not None and not self.scheduler.is_open(session):
+            raise UnavailableError(
+                f"sequence {session.sequence_id!r} was dropped for memory while this turn waited; "
+                "send sequence_start with the whole conversation"
+            )
+        kept = session.sequence if session is not None else None
+        token_ids = list(item.prepared.prompt_ids)
+        if session is not None and kept is not None:
+            token_ids = self.prompts.continue_session(session, kept.token_ids, item.prepared.request.prompt)
+        self.limits.check(item.prepared.request, len(token_ids))
+        sequence = kept if kept is not None else self.scheduler.new_sequence()
+        try:
+            generation = self._generation(item, sequence, token_ids, is_new=kept is None)
+        except Exception:
+            self.scheduler.discard(sequence, session)
+            raise
+        if session is not None:
+            session.begin_turn(generation, is_first=kept is None)
+        self.scheduler.running.append(generation)
+
+    def _generation(self, item: Waiting, sequence: Sequence, token_ids: list[int], *, is_new: bool) -> Generation:
+        request, kept_ids = item.prepared.request, sequence.token_ids
+        if is_new or token_ids[: len(kept_ids)] != kept_ids:
+            self.rounds.drafting.begin(sequence.slot)
+            sequence.num_computed = 0
+            self.rounds.state.clear_slot(sequence.slot)
+        sequence.token_ids = token_ids
+        room = self.scheduler.max_context_len - len(token_ids)
+        max_tokens = min(self.scheduler.max_tokens(item.prepared), room)
+        self.scheduler.reserve(sequence, len(token_ids) + max_tokens)
+        text = None
+        if self.tokenizer is not None:
+            text = TextOutput(self.tokenizer, request.params.stop, include_stop=request.params.include_stop)
+        stats = RequestStats(
+            num_prompt_tokens=len(token_ids),
+            num_cached_tokens=sequence.num_computed,
+            arrival_time_ns=item.prepared.arrival_time_ns,
+            first_scheduled_time_ns=time.time_ns(),
+        )
+        return Generation(
+            prepared=item.prepared,
+            sequence=sequence,
+            max_tokens=max_tokens,
+            stop_ids=self.limits.stop_ids(request),
+            text=text,
+            session=item.session,
+            stats=stats,
+            drafters=self.rounds.drafting.names(request.params.drafter),
+        )
