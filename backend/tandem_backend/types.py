@@ -34,7 +34,10 @@ class SessionEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a request asks of decoding; validated by `serving.request` before it is built."""
+    """What a request asks of decoding; validated by `serving.sampling` before it is built.
+
+    The defaults are neutral: greedy decoding of the model's own logits.
+    """
 
     max_tokens: int | None = None  # None: the engine's default_max_tokens
     min_tokens: int = 0  # end-of-sequence and stop tokens do not end the request before
@@ -44,6 +47,35 @@ class SamplingParams:
     include_stop: bool = False  # keep the stop string in the text
     drafter: str | None = None  # a drafter's name, "none", or None for the engine's default
     num_draft_tokens: int | None = None  # upper bound of draft nodes a round; None: the engine's
+    temperature: float = 0.0  # 0: greedy, which draws nothing
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    seed: int | None = None  # below 2^64; None: a fresh one where temperature is above 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0  # 0: any may repeat
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added), each id once
+    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+
+    @property
+    def has_penalties(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every token is the one with the largest logit (min_tokens aside)."""
+        return not (
+            self.temperature
+            or self.has_penalties
+            or self.no_repeat_ngram_size
+            or self.logit_bias
+            or self.bad_words
+            or self.allowed_token_ids is not None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

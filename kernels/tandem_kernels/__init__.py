@@ -26,6 +26,7 @@ from tandem_kernels.linear import linear, pack_weight
 from tandem_kernels.packed_weight import PackedWeight
 from tandem_kernels.rms_norm import gated_rms_norm, rms_norm
 from tandem_kernels.rope import rope, rope_tables
+from tandem_kernels.sampling import apply_mask, filter_logits, gumbel_argmax, log_probs, probabilities, uniforms
 from tandem_kernels.tree_plan import PADDING, TreePlan, plan_trees
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "MtpLayer",
     "PackedWeight",
     "TreePlan",
+    "apply_mask",
     "argmax",
     "attention",
     "attention_layer",
@@ -43,23 +45,28 @@ __all__ = [
     "commit_delta_layers",
     "delta_layer",
     "embed",
+    "filter_logits",
     "find_device",
     "gate_mul",
     "gated_delta",
     "gated_delta_commit",
     "gated_rms_norm",
+    "gumbel_argmax",
     "linear",
+    "log_probs",
     "mlp_layer",
     "mtp_guess",
     "mtp_layer",
     "new_delta_rows",
     "pack_weight",
     "plan_trees",
+    "probabilities",
     "rms_norm",
     "rope",
     "rope_tables",
     "row_dtype",
     "set_num_threads",
     "store_kv",
+    "uniforms",
     "update_conv_state",
 ]

@@ -8,7 +8,10 @@ from tandem_kernels.device import implementation
 
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """logits: [rows, vocab] float32 contiguous. Returns token ids [rows] int32 and natural log-probabilities [rows]."""
+    """logits: [rows, vocab] float32 contiguous. Returns token ids [rows] int32 and natural log-probabilities [rows].
+
+    -1 and NaN for a row without a logit above -inf.
+    """
     return implementation(logits).argmax(logits)
 
 
@@ -16,4 +19,4 @@ def argmax_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Executable spec of `argmax`, in the logits' dtype."""
     ids = (logits == logits.amax(-1, keepdim=True)).int().argmax(-1)
     logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[:, None])[:, 0]
-    return ids.int(), logprobs
+    return torch.where(logits.amax(-1) > float("-inf"), ids, -1).int(), logprobs

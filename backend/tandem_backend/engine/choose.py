@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's choice at every row: greedy, after the request's own constraints. Plain rows and draft rows alike."""
+"""The target's choice at every row, plain rows and draft rows alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import tandem_kernels as kernels
+import torch
 from torch import Tensor
 
-from tandem_backend.engine.draft_tree import DraftTree
+from tandem_backend.engine.draft_tree import DraftTree, anchor_tree
+from tandem_backend.engine.sampling.distribution import RequestRows, adjust, filter_rows, request_rows
+from tandem_backend.engine.sampling.request import RequestSampling
 from tandem_backend.engine.scheduler import ScheduledRows
-from tandem_backend.model.batch import tree_depths
+
+NO_TOKEN = -1  # the choice of a row whose request leaves no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,28 +26,64 @@ class Choice:
 
 
 def choose(logits: Tensor, scheduled: Sequence[ScheduledRows], trees: Sequence[DraftTree | None]) -> list[Choice]:
-    """logits: [rows with logits, vocab] float32, changed in place where a request forbids tokens."""
-    counts = [
-        int(rows.ends_prompt) if tree is None else tree.num_nodes for rows, tree in zip(scheduled, trees, strict=True)
-    ]
-    first = 0
-    for rows, tree, count in zip(scheduled, trees, counts, strict=True):
-        if rows.generation.num_output < rows.generation.request.params.min_tokens:
-            _forbid_stops(logits[first : first + count], rows, tree)
-        first += count
+    """logits: [rows with logits, vocab] float32; they stay as they are.
+
+    Rows of plain greedy requests cost one argmax over all of them. Those of the others go through the distribution that
+    their request asks for, each with the tokens on its own path.
+    """
     token_ids, logprobs = (values.tolist() for values in kernels.argmax(logits))
-    choices, first = [], 0
-    for count in counts:
+    choices: list[Choice] = []
+    special: list[tuple[int, int, RequestRows]] = []  # whose choice, its first row in the pass, its rows
+    first = 0
+    for rows, tree in zip(scheduled, trees, strict=True):
+        count = int(rows.ends_prompt) if tree is None else tree.num_nodes
+        generation = rows.generation
+        if count and not generation.sampling.is_plain(generation.num_output):
+            committed = generation.sequence.token_ids
+            tree = tree if tree is not None else anchor_tree(committed[-1])
+            special.append((len(choices), first, request_rows(generation.sampling, committed, tree)))
         choices.append(Choice(token_ids[first : first + count], logprobs[first : first + count]))
         first += count
+    if special:
+        places = [place for _, first, rows in special for place in range(first, first + len(rows.paths))]
+        chosen = _choose_special(logits[torch.tensor(places)], [rows for _, _, rows in special])
+        for (index, _, _), choice in zip(special, chosen, strict=True):
+            choices[index] = choice
     return choices
 
 
-def _forbid_stops(logits: Tensor, rows: ScheduledRows, tree: DraftTree | None) -> None:
-    """Before min_tokens, no row may choose a token that would end the request."""
-    generation = rows.generation
-    stop_ids = list(generation.stop_ids)
-    depths = tree_depths(tree.parents) if tree is not None else [0] * logits.shape[0]
-    for row, depth in enumerate(depths):
-        if stop_ids and generation.num_output + depth < generation.request.params.min_tokens:
-            logits[row, stop_ids] = float("-inf")
+def _choose_special(logits: Tensor, requests: Sequence[RequestRows]) -> list[Choice]:
+    """logits: [rows of the requests one after the other, vocab], raw."""
+    work = logits.clone()
+    starts = [0]
+    for rows in requests:
+        starts.append(starts[-1] + len(rows.paths))
+        adjust(work[starts[-2] : starts[-1]], rows)
+    token_ids, _ = kernels.argmax(work)
+    _draw(work, token_ids, requests, starts)
+    logprobs, _, _ = kernels.log_probs(logits, token_ids.clamp(min=0))
+    return [Choice(token_ids[a:b].tolist(), logprobs[a:b].tolist()) for a, b in pairwise(starts)]
+
+
+def _draw(work: Tensor, token_ids: Tensor, requests: Sequence[RequestRows], starts: Sequence[int]) -> None:
+    """Filter the rows of `work` whose request samples, and draw their tokens into `token_ids`, both in place."""
+    drawn: list[int] = []
+    owners: list[RequestSampling] = []
+    seeds: list[int] = []
+    positions: list[int] = []
+    for rows, start in zip(requests, starts, strict=False):
+        if rows.sampling.params.temperature > 0:
+            drawn += range(start, start + len(rows.paths))
+            owners += [rows.sampling] * len(rows.paths)
+            seeds += [rows.sampling.seed] * len(rows.paths)
+            positions += [len(rows.token_ids) + len(path) for path in rows.paths]
+    if drawn:
+        places = torch.tensor(drawn)
+        filtered = work[places]
+        filter_rows(filtered, owners)
+        work[places] = filtered
+        token_ids[places] = kernels.gumbel_argmax(
+            filtered,
+            torch.tensor(seeds, device=work.device),
+            torch.tensor(positions, dtype=torch.int32, device=work.device),
+        )

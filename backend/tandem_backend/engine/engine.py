@@ -20,6 +20,7 @@ from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.queue import RequestQueue, Waiting
 from tandem_backend.engine.round import RecordLogits, RoundRunner
 from tandem_backend.engine.router import Router, load_verify_curve
+from tandem_backend.engine.sampling.request import fresh_seed
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.self_test import NUM_BLOCKS, NUM_SLOTS, SelfTestResult, run_self_test
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Session
@@ -111,7 +112,10 @@ class Engine:
     def prepare(self, request: Request) -> PreparedRequest:
         """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
         prompt_ids = self.prompts.encode(request.prompt)
-        prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns(), time.monotonic())
+        if request.params.temperature > 0 and request.params.seed is None:
+            request = replace(request, params=replace(request.params, seed=fresh_seed()))
+        bad_words = self.prompts.encode_bad_words(request.params.bad_words)
+        prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns(), time.monotonic(), bad_words)
         self.limits.check(request, len(prompt_ids))
         self.rounds.drafting.names(request.params.drafter)
         return prepared

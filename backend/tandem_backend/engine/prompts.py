@@ -29,6 +29,14 @@ class PromptEncoder:
         self._check_size("text_input", tokenizer.min_tokens(text))
         return self._checked("text_input", tokenizer.encode(text, add_special_tokens=True))
 
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word as it is and after a space. Raises InvalidRequestError without a tokenizer."""
+        if not words:
+            return ()
+        tokenizer = self._tokenizer("bad_words")
+        spellings = [form for word in words for form in (word.lstrip(), " " + word.lstrip())]
+        return tuple(dict.fromkeys(tuple(tokenizer.encode(form, add_special_tokens=False)) for form in spellings))
+
     def continue_session(self, session: Session, kept: Sequence[int], prompt: Prompt) -> list[int]:
         """All tokens of the conversation with this turn added to the `kept` ones.
 
@@ -46,7 +54,8 @@ class PromptEncoder:
 
     def _tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise InvalidRequestError(f"{field}: the checkpoint has no tokenizer; send input_ids")
+            hint = "it can't be used" if field == "bad_words" else "send input_ids"
+            raise InvalidRequestError(f"{field}: the checkpoint has no tokenizer; {hint}")
         return self.tokenizer
 
     def _check_size(self, field: str, min_tokens: int) -> None:

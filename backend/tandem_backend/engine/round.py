@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tandem_backend.engine.choose import Choice, choose
+from tandem_backend.engine.choose import NO_TOKEN, Choice, choose
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, accept, anchor_tree
 from tandem_backend.engine.drafters.base import CommittedRows
 from tandem_backend.engine.drafting import Drafting
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.times import RoundTimes, Stopwatch
+from tandem_backend.errors import InvalidRequestError
 from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder, ForwardResult
 from tandem_backend.model.state import ModelState
@@ -123,6 +124,11 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
         sequence.num_computed += rows.num_prompt_rows
         return Step(range(rows.num_prompt_rows), None, None)
     accepted = accept(tree if tree is not None else anchor_tree(sequence.token_ids[-1]), choice.token_ids)
+    if accepted.token_ids[-1] == NO_TOKEN:
+        # What was accepted before goes out as in plain decoding; the next round ends the request.
+        accepted = Accepted(accepted.path[:-1], accepted.token_ids[:-1])
+        if not accepted.path:
+            return Step((), None, StepOutput(request_id=generation.request.request_id, error=_no_token()))
     num_kept, text, reason = generation.take(accepted.token_ids)
     # A kept token's own row is not computed yet, so as many rows are kept as tokens: a stop inside an accepted run cuts
     # the kept state with the text.
@@ -144,6 +150,13 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
         finish_reason=reason,
     )
     return Step(path, accepted if tree is not None else None, output)
+
+
+def _no_token() -> InvalidRequestError:
+    return InvalidRequestError(
+        "sampling: the request's options and grammar together leave no token that could come next (bad_words, "
+        "allowed_token_ids, logit_bias, no_repeat_ngram_size, min_tokens)"
+    )
 
 
 def _count_drafts(drafter_tokens: dict[str, tuple[int, int]], tree: DraftTree, path: Sequence[int]) -> None:

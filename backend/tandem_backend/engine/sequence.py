@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem_backend.engine.sampling import Constraint, RequestSampling
 from tandem_backend.engine.text_output import TextOutput
 from tandem_backend.types import FinishReason, Request, RequestStats, SequenceId
 
@@ -34,6 +35,8 @@ class PreparedRequest:
     prompt_ids: tuple[int, ...]  # of the prompt by itself
     arrival_time_ns: int
     arrival_s: float  # time.monotonic() at the same moment
+    bad_words: tuple[tuple[int, ...], ...] = ()  # their token ids
+    constraint: Constraint | None = None  # before the first output token; each generation forks it
 
     @property
     def deadline_s(self) -> float:
@@ -95,6 +98,7 @@ class Generation:
     session: Session | None
     stats: RequestStats
     drafters: frozenset[str]
+    sampling: RequestSampling
     num_output: int = 0
     started_s: float = field(default_factory=time.monotonic)
 
@@ -115,6 +119,7 @@ class Generation:
         for n, token_id in enumerate(token_ids, start=1):
             self.sequence.token_ids.append(token_id)
             self.num_output += 1
+            self.sampling.commit(token_id)
             reason = self._push(token_id, pieces)
             if reason is not None:
                 return n, "".join(pieces), reason

@@ -8,6 +8,7 @@ from tandem_backend.engine.limits import Limits
 from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.queue import Waiting
 from tandem_backend.engine.round import RoundRunner
+from tandem_backend.engine.sampling.request import start_sampling
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.sequence import Generation, Sequence
 from tandem_backend.engine.text_output import TextOutput
@@ -81,4 +82,12 @@ class Starter:
             session=item.session,
             stats=stats,
             drafters=self.rounds.drafting.names(request.params.drafter),
+            sampling=start_sampling(
+                request.params,
+                num_prompt=len(token_ids),
+                vocab_size=self.limits.model.vocab_size,
+                stop_ids=self.limits.stop_ids(request),
+                bad_words=item.prepared.bad_words,
+                constraint=item.prepared.constraint,
+            ),
         )

@@ -16,7 +16,6 @@ from tandem_kernels.cpu.layers import (
 )
 from tandem_kernels.cpu.library import set_num_threads
 from tandem_kernels.cpu.ops import (
-    argmax,
     attention,
     causal_conv,
     gate_mul,
@@ -30,9 +29,11 @@ from tandem_kernels.cpu.ops import (
     store_kv,
     update_conv_state,
 )
+from tandem_kernels.cpu.sampling_ops import apply_mask, argmax, filter_logits, gumbel_argmax, log_probs
 
 __all__ = [
     "Handle",
+    "apply_mask",
     "argmax",
     "attention",
     "attention_handle",
@@ -41,11 +42,14 @@ __all__ = [
     "commit_delta_layers",
     "delta_handle",
     "delta_layer",
+    "filter_logits",
     "gate_mul",
     "gated_delta",
     "gated_delta_commit",
     "gated_rms_norm",
+    "gumbel_argmax",
     "linear",
+    "log_probs",
     "mlp_handle",
     "mlp_layer",
     "mtp_guess",

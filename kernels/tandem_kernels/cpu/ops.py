@@ -253,11 +253,3 @@ def store_kv(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, row
         dim,
         block,
     )
-
-
-def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    rows, vocab = logits.shape
-    ids = torch.empty(rows, dtype=torch.int32)
-    logprobs = _empty(rows)
-    _library.tandem_argmax(logits.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), rows, vocab)
-    return ids, logprobs

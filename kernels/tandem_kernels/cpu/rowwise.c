@@ -4,8 +4,6 @@
 #include "pool.h"
 #include "vec.h"
 
-#include <math.h>
-
 // Rows of one claim: about as many as are worth waking a thread for.
 INLINE long row_grain(long elements_per_row) { return 1 + 16384 / elements_per_row; }
 
@@ -191,41 +189,4 @@ EXPORT void tandem_embed(const void *table, int is_bf16, const int64_t *token_id
         uint32_t *target = (uint32_t *)(out + row * dim);
         for (long i = 0; i < dim; i++) target[i] = (uint32_t)source[i] << 16;
     }
-}
-
-typedef struct {
-    const float *logits;
-    int32_t *ids;
-    float *logprobs;
-    long vocab;
-} argmax_args;
-
-static void argmax_row(void *context, long row, int thread) {
-    (void)thread;
-    const argmax_args *a = context;
-    const float *x = a->logits + row * a->vocab;
-    v16 best = splat(-__builtin_inff());
-    for (long i = 0; i < a->vocab; i += LANES) {
-        v16 y = i + LANES <= a->vocab ? load16(x + i) : best;
-        best = select16(y > best, y, best);
-    }
-    float top = max16(best);
-    for (long i = a->vocab / LANES * LANES; i < a->vocab; i++) top = x[i] > top ? x[i] : top;
-    long id = 0;
-    while (id < a->vocab - 1 && x[id] != top) id++;
-    v16 sum = {};
-    for (long i = 0; i < a->vocab; i += LANES) {
-        long n = a->vocab - i;
-        v16 y = exp16(load_first(x + i, n) - splat(top));
-        if (n < LANES) { v16 z = {}; memcpy(&z, &y, n * sizeof(float)); y = z; }
-        sum += y;
-    }
-    a->ids[row] = (int32_t)id;
-    a->logprobs[row] = (float)-log((double)sum16(sum));
-}
-
-// Lowest index of the largest logit, and its log-probability under the softmax of the row.
-EXPORT void tandem_argmax(const float *logits, int32_t *ids, float *logprobs, long rows, long vocab) {
-    argmax_args a = {logits, ids, logprobs, vocab};
-    parallel_for(rows, row_grain(2 * vocab), argmax_row, &a);
 }
