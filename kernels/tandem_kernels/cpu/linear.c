@@ -8,8 +8,9 @@
 #include "vec.h"
 
 #define PANEL 64
+#define UNROLL _Pragma("unroll")
 #if defined(__AVX512F__)
-#define TILE_ROWS 4
+#define TILE_ROWS 6
 #define TILE_VECS 4
 #else
 #define TILE_ROWS 2
@@ -25,7 +26,7 @@ typedef struct {
 } linear_args;
 
 INLINE void multiply_row(v16 *acc, const v16 *w, float x, int vecs) {
-    for (int v = 0; v < vecs; v++) acc[v] = fma16(splat(x), w[v], acc[v]);
+    UNROLL for (int v = 0; v < vecs; v++) acc[v] = fma16(splat(x), w[v], acc[v]);
 }
 
 INLINE void tile(const linear_args *a, const char *panel, long row, long col, int rows, int vecs) {
@@ -35,21 +36,21 @@ INLINE void tile(const linear_args *a, const char *panel, long row, long col, in
     if (a->is_bf16) {
         const uint32_t *words = (const uint32_t *)panel;
         for (long k = 0; k < a->k; k += 2, words += PANEL) {
-            for (int v = 0; v < vecs; v++) w[v] = (v16)(*(const u16_unaligned *)(words + v * LANES) << 16);
-            for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k], vecs);
+            UNROLL for (int v = 0; v < vecs; v++) w[v] = (v16)(*(const u16_unaligned *)(words + v * LANES) << 16);
+            UNROLL for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k], vecs);
             if (k + 1 == a->k) break;
-            for (int v = 0; v < vecs; v++) w[v] = (v16)(*(const u16_unaligned *)(words + v * LANES) & 0xffff0000u);
-            for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k + 1], vecs);
+            UNROLL for (int v = 0; v < vecs; v++) w[v] = (v16)(*(const u16_unaligned *)(words + v * LANES) & 0xffff0000u);
+            UNROLL for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k + 1], vecs);
         }
     } else {
         const float *values = (const float *)panel;
         for (long k = 0; k < a->k; k++, values += PANEL) {
-            for (int v = 0; v < vecs; v++) w[v] = load16(values + v * LANES);
-            for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k], vecs);
+            UNROLL for (int v = 0; v < vecs; v++) w[v] = load16(values + v * LANES);
+            UNROLL for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k], vecs);
         }
     }
-    for (int r = 0; r < rows; r++) {
-        for (int v = 0; v < vecs; v++) {
+    UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL for (int v = 0; v < vecs; v++) {
             long first = col + v * LANES, count = min_long(a->n - first, LANES);
             if (count <= 0) break;
             v16 y = acc[r][v];
@@ -64,12 +65,17 @@ static void run_panel(void *context, long task, int thread) {
     const linear_args *a = context;
     long bytes_per_word = 4, words = a->is_bf16 ? (a->k + 1) / 2 : a->k;
     const char *panel = (const char *)a->weight + task * words * PANEL * bytes_per_word;
-    for (long row = 0; row < a->rows; row += TILE_ROWS) {
+    // Tiles of nearly equal height: a low last tile would stream the panel again for little work.
+    long num_tiles = (a->rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (long i = 0; i < num_tiles; i++) {
+        long row = a->rows * i / num_tiles, height = a->rows * (i + 1) / num_tiles - row;
         for (long v = 0; v < PANEL / LANES; v += TILE_VECS) {
             long col = task * PANEL + v * LANES;
             const char *part = panel + v * LANES * bytes_per_word;
-            switch (min_long(a->rows - row, TILE_ROWS)) {
+            switch (height) {
 #if TILE_ROWS > 2
+                case 6: tile(a, part, row, col, 6, TILE_VECS); break;
+                case 5: tile(a, part, row, col, 5, TILE_VECS); break;
                 case 4: tile(a, part, row, col, 4, TILE_VECS); break;
                 case 3: tile(a, part, row, col, 3, TILE_VECS); break;
 #endif

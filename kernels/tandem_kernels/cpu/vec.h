@@ -16,7 +16,7 @@ typedef uint32_t u16 __attribute__((vector_size(64)));
 typedef float v16_unaligned __attribute__((vector_size(64), aligned(4)));
 typedef uint32_t u16_unaligned __attribute__((vector_size(64), aligned(4)));
 
-INLINE v16 splat(float x) { return (v16){} + x; }
+INLINE v16 splat(float x) { return (v16){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 INLINE v16 fma16(v16 a, v16 b, v16 c) { return __builtin_elementwise_fma(a, b, c); }
 INLINE v16 load16(const float *p) { return *(const v16_unaligned *)p; }
 INLINE void store16(float *p, v16 x) { *(v16_unaligned *)p = x; }
