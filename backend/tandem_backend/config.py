@@ -19,7 +19,9 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     checkpoint: Path = Field(description="Hugging Face directory of the target")
-    device: Literal["cpu", "auto"] = Field(default="auto", description="where the kernels run")
+    device: Literal["cpu", "cuda", "auto"] = Field(
+        default="auto", description="where the kernels run; auto: on CUDA where there is a device, else on the CPU"
+    )
     num_threads: int = Field(default=0, ge=0, le=512, description="CPU kernel threads; 0: one per usable core")
     max_context_len: int = Field(
         default=0, ge=0, description="tokens of a sequence; 0: as many as the checkpoint allows"

@@ -14,10 +14,9 @@ from engine_driver import VOCAB_SIZE, EngineDriver, engine_config
 from session_requests import start, turn
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
 from tandem_backend.engine.drafters.mtp import MtpDrafter
-from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.checkpoint import Checkpoint
 from tandem_backend.model.decoder import Decoder
-from tandem_backend.model.mtp import MtpHead, MtpRows
+from tandem_backend.model.mtp import MtpHead, mtp_rows
 from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer
 from tandem_backend.types import Prompt, Request, SamplingParams
 from torch import Tensor
@@ -45,15 +44,8 @@ class Recomputed:
         for drafted in range(len(path) + 1):
             inputs = torch.cat([hidden, out[len(token_ids) - 2 :]])
             tokens = [*token_ids[1:], *path[:drafted]]
-            batch = build_batch([SequenceRows(tokens, 0, 0, range(NUM_BLOCKS))])
-            rows = MtpRows(
-                batch.token_ids,
-                batch.positions,
-                batch.parents,
-                batch.row_seqs,
-                batch.prefix_lens,
-                batch.block_tables,
-            )
+            count = len(tokens)
+            rows = mtp_rows(tokens, range(count), range(-1, count - 1), [0] * count, [(0, range(NUM_BLOCKS))])
             out = self.head.forward(inputs, rows, self.kv, self.head.attention.new_rows(len(tokens)))
         ids, probs = self.head.top_tokens(out[-1:], top_k)
         return list(zip(ids[0], probs[0], strict=True))

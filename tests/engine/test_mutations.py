@@ -36,7 +36,7 @@ def commit_rejected_rows_to_the_state(patch: pytest.MonkeyPatch) -> None:
         self: Decoder, result: ForwardResult, batch: RowBatch, paths: Sequence[Sequence[int]], state: ModelState
     ) -> AcceptedRows:
         rows = torch.arange(batch.num_rows, dtype=torch.int32)
-        whole[:] = [AcceptedRows(batch.slots, batch.seq_starts, rows, torch.empty(0))]
+        whole[:] = [AcceptedRows(batch.packed, batch.slots, batch.seq_starts, rows, torch.empty(0))]
         return commit(self, result, batch, paths, state)
 
     patch.setattr(Decoder, "commit", commit_pass)
@@ -94,7 +94,7 @@ def convolve_with_a_sibling(patch: pytest.MonkeyPatch) -> None:
     def causal_conv(x: Tensor, state: Tensor, weight: Tensor, parents: Tensor, row_slots: Tensor) -> Tensor:
         return kernels.causal_conv(x, state, weight, flattened(parents), row_slots)
 
-    patch.setattr(kernels, "delta_layer", delta_layer_by_ops)
+    patch.setattr(kernels, "delta_layer", lambda *args: delta_layer_by_ops(*args[:8]))
     patch.setattr("tandem_kernels.layers.causal_conv", causal_conv)
 
 
@@ -135,7 +135,7 @@ def reduce_by_row_count_in_the_mlp(patch: pytest.MonkeyPatch) -> None:
 
 def put_blocks_together_from_ops(patch: pytest.MonkeyPatch) -> None:
     """No bug: what some of the mutations are made of has the blocks' bits."""
-    patch.setattr(kernels, "delta_layer", delta_layer_by_ops)
+    patch.setattr(kernels, "delta_layer", lambda *args: delta_layer_by_ops(*args[:8]))
     patch.setattr(kernels, "mlp_layer", mlp_layer_by_ops)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import tandem_kernels as kernels
+import torch
 
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine.drafters.base import Drafter
@@ -57,7 +58,7 @@ class Engine:
         """
         kernels.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
-        self.model = Decoder(config.checkpoint)
+        self.model = Decoder(config.checkpoint, _find_device(config.device))
         self.tokenizer = Tokenizer(config.checkpoint) if has_tokenizer(config.checkpoint) else None
         self.max_context_len = config.max_context_len or self.model.config.max_position
         longest = self.model.config.max_position
@@ -70,7 +71,7 @@ class Engine:
         drafters = {**plan.build(num_blocks, num_slots), **(extra_drafters or {})}
         router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
         drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
-        state = allocate_state(self.model.config, num_blocks, num_slots)
+        state = allocate_state(self.model.config, num_blocks, num_slots, device=self.model.device)
         self.rounds = RoundRunner(self.model, state, drafting, record_logits)
         self.scheduler = Scheduler(
             config,
@@ -105,7 +106,7 @@ class Engine:
 
     def _num_blocks(self, plan: DrafterPlan, num_slots: int) -> int:
         """Blocks that kv_cache_bytes pays for; never more than all sequences could fill."""
-        bytes_each = block_bytes(self.model.config) + plan.block_bytes()
+        bytes_each = block_bytes(self.model.config, device=self.model.device) + plan.block_bytes()
         most = max(num_slots * -(-self.max_context_len // KV_BLOCK), NUM_BLOCKS)
         return min(self.config.kv_cache_bytes // bytes_each, most) if bytes_each else most
 
@@ -282,3 +283,10 @@ class Engine:
 
 def _lost(session: Session, why: str) -> str:
     return f"sequence {session.sequence_id!r} is lost: {why}; send sequence_start with the whole conversation"
+
+
+def _find_device(name: str) -> torch.device:
+    try:
+        return kernels.find_device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: {error}") from error

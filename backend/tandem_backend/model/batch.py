@@ -2,7 +2,8 @@
 """RowBatch: all rows of one pass, of any mix of sequences, as the tensors that the kernels read."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,10 +22,37 @@ class SequenceRows:
 
 
 @dataclass(frozen=True, slots=True)
-class RowBatch:
+class PackedRows:
+    """int32 tensors that are views of one, `packed`, so that one copy brings all to a device."""
+
+    packed: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        """The same on `device`."""
+        if self.packed.device == device:
+            return self
+        packed = self.packed.to(device, non_blocking=True)
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        views = {
+            name: packed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            for name, tensor in tensors.items()
+            if isinstance(tensor, Tensor)
+        }
+        return replace(self, **views)
+
+
+def pack_ints(*parts: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """An int32 tensor of all parts, and its view of each: making tensors costs more than filling them."""
+    packed = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
+    views: tuple[Tensor, ...] = packed.split_with_sizes([len(part) for part in parts])
+    return packed, views
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch(PackedRows):
     """Rows of sequence s lie in [seq_starts[s], seq_starts[s + 1]); parents are row indices of this batch."""
 
-    token_ids: Tensor  # [rows] int64
+    token_ids: Tensor  # [rows] int32
     positions: Tensor  # [rows] int32, prefix length + depth
     parents: Tensor  # [rows] int32, -1 for a sequence's first row
     row_seqs: Tensor  # [rows] int32
@@ -33,20 +61,13 @@ class RowBatch:
     slots: Tensor  # [seqs] int32
     prefix_lens: Tensor  # [seqs] int32
     block_tables: Tensor  # [seqs, longest] int32
-    logit_rows: Tensor | None  # [n] int64; None: every row
+    logit_rows: Tensor | None  # [n] int32; None: every row
     sequences: tuple[SequenceRows, ...]
     starts: tuple[int, ...]  # seq_starts on the host
 
     @property
     def num_rows(self) -> int:
         return self.starts[-1]
-
-
-def int32_views(*parts: Sequence[int]) -> tuple[Tensor, ...]:
-    """One tensor a part, all views of one: at a few rows making tensors costs more than filling them."""
-    flat = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
-    views: tuple[Tensor, ...] = flat.split_with_sizes([len(part) for part in parts])
-    return views
 
 
 def build_batch(sequences: Sequence[SequenceRows]) -> RowBatch:
@@ -77,18 +98,21 @@ def build_batch(sequences: Sequence[SequenceRows]) -> RowBatch:
         tables.extend([0] * (longest - len(seq.block_table)))
         starts.append(base + n)
     slots, prefix_lens = [seq.slot for seq in sequences], [seq.prefix_len for seq in sequences]
-    parts = int32_views(positions, parents, row_seqs, row_slots, starts, slots, prefix_lens, tables)
+    packed, parts = pack_ints(
+        token_ids, positions, parents, row_seqs, row_slots, starts, slots, prefix_lens, tables, logit_rows
+    )
     return RowBatch(
-        token_ids=torch.tensor(token_ids),
-        positions=parts[0],
-        parents=parts[1],
-        row_seqs=parts[2],
-        row_slots=parts[3],
-        seq_starts=parts[4],
-        slots=parts[5],
-        prefix_lens=parts[6],
-        block_tables=parts[7].view(len(sequences), longest),
-        logit_rows=None if len(logit_rows) == starts[-1] else torch.tensor(logit_rows, dtype=torch.int64),
+        packed=packed,
+        token_ids=parts[0],
+        positions=parts[1],
+        parents=parts[2],
+        row_seqs=parts[3],
+        row_slots=parts[4],
+        seq_starts=parts[5],
+        slots=parts[6],
+        prefix_lens=parts[7],
+        block_tables=parts[8].view(len(sequences), longest),
+        logit_rows=None if len(logit_rows) == starts[-1] else parts[9],
         sequences=tuple(sequences),
         starts=tuple(starts),
     )
@@ -103,13 +127,13 @@ def tree_depths(parents: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptedRows:
+class AcceptedRows(PackedRows):
     """The rows a round keeps, root first; a sequence that keeps none is left out."""
 
     slots: Tensor  # [kept seqs] int32
     path_starts: Tensor  # [kept seqs + 1] int32
     path_rows: Tensor  # [rows kept] int32
-    places: Tensor  # [rows kept] int64, block index * block + offset
+    places: Tensor  # [rows kept] int32, block index * block + offset
 
 
 def accept_rows(batch: RowBatch, paths: Sequence[Sequence[int]], block: int) -> AcceptedRows:
@@ -126,5 +150,5 @@ def accept_rows(batch: RowBatch, paths: Sequence[Sequence[int]], block: int) -> 
         for position in range(seq.prefix_len, seq.prefix_len + len(path)):
             places.append(seq.block_table[position // block] * block + position % block)
         starts.append(len(rows))
-    parts = int32_views(slots, starts, rows)
-    return AcceptedRows(parts[0], parts[1], parts[2], torch.tensor(places, dtype=torch.int64))
+    packed, parts = pack_ints(slots, starts, rows, places)
+    return AcceptedRows(packed, *parts)

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tandem_kernels as kernels
+import torch
+from tandem_kernels import TreePlan
+from tandem_kernels.device import CPU
 from torch import Tensor
 
 from tandem_backend.model.batch import AcceptedRows, RowBatch, accept_rows
@@ -19,6 +22,7 @@ from tandem_backend.model.layers import (
     GatedDeltaNet,
     RopeTables,
     commit_delta_layers,
+    new_delta_rows,
 )
 from tandem_backend.model.layout import WeightReader
 from tandem_backend.model.state import KVLayer, ModelState, RecurrentLayer
@@ -32,10 +36,15 @@ class DecoderLayer:
         self.mlp = MLP(reader, layer)
 
     def forward(
-        self, x: Tensor, batch: RowBatch, state: KVLayer | RecurrentLayer
+        self,
+        x: Tensor,
+        batch: RowBatch,
+        state: KVLayer | RecurrentLayer,
+        memory: AttentionRows | DeltaRows,
+        trees: TreePlan | None,
     ) -> tuple[Tensor, AttentionRows | DeltaRows]:
         rows: AttentionRows | DeltaRows
-        x, rows = self.mixer.forward(x, batch, state)  # type: ignore[arg-type]
+        x, rows = self.mixer.forward(x, batch, state, memory, trees)  # type: ignore[arg-type]
         return self.mlp.forward(x), rows
 
 
@@ -44,20 +53,22 @@ class ForwardResult:
     """A pass's outputs, and what commit needs of each layer."""
 
     logits: Tensor  # [logit rows, vocab] float32
-    hidden: Tensor  # [rows, hidden_size] float32, after the final norm
+    hidden: Tensor  # [rows, hidden_size] in the type of rows, after the final norm
     layer_rows: tuple[AttentionRows | DeltaRows, ...]
 
 
 class Decoder:
     """A target model. Weights are packed tensor by tensor from the memory-mapped file, so nothing is held twice."""
 
-    def __init__(self, checkpoint_dir: Path) -> None:
+    def __init__(self, checkpoint_dir: Path, device: torch.device = CPU) -> None:
         self.config: ModelConfig = load_model_config(checkpoint_dir)
+        self.device = device
         checkpoint = Checkpoint(checkpoint_dir)
-        reader = WeightReader(checkpoint, self.config)
+        reader = WeightReader(checkpoint, self.config, device)
         c = self.config
-        self.rope = RopeTables(*kernels.rope_tables(c.max_position, c.rotary_dim, c.rope_theta, c.rope_scaling))
-        self.embedding = reader.embedding()  # [vocab, hidden] as stored, memory-mapped
+        tables = kernels.rope_tables(c.max_position, c.rotary_dim, c.rope_theta, c.rope_scaling)
+        self.rope = RopeTables(*(table.to(device) for table in tables))
+        self.embedding = reader.embedding()  # [vocab, hidden] as stored; memory-mapped on the CPU
         self.layers = [self._layer(reader, i) for i in range(c.num_layers)]
         self.final_norm = reader.final_norm()
         self.head = kernels.pack_weight(reader.head())
@@ -73,26 +84,30 @@ class Decoder:
             mixer = GatedDeltaNet(reader, name, self.config.delta)
         return DecoderLayer(reader, name, mixer)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """token_ids: [rows] int64. Returns [rows, hidden] float32."""
-        return self.embedding[token_ids].float()
-
     def forward(self, batch: RowBatch, state: ModelState) -> ForwardResult:
         """Logits of the batch's logit rows. Reads state, writes none: a pass that fails leaves every sequence whole."""
-        x = self.embed(batch.token_ids)
+        batch = batch.to(self.device)
+        x = kernels.embed(self.embedding, batch.token_ids)
+        trees = kernels.plan_trees(batch.parents, batch.row_seqs)
         layer_rows = []
-        for layer, layer_state in zip(self.layers, state.layers, strict=True):
-            x, rows = layer.forward(x, batch, layer_state)
+        for layer, memory, layer_state in zip(self.layers, self._new_rows(batch.num_rows), state.layers, strict=True):
+            x, rows = layer.forward(x, batch, layer_state, memory, trees)
             layer_rows.append(rows)
         hidden = kernels.rms_norm(x, self.final_norm, self.config.rms_eps)
         chosen = hidden if batch.logit_rows is None else hidden[batch.logit_rows]
         return ForwardResult(kernels.linear(chosen, self.head), hidden, tuple(layer_rows))
 
+    def _new_rows(self, num_rows: int) -> list[AttentionRows | DeltaRows]:
+        """Memory for what each layer keeps of a pass until commit."""
+        mixers = [layer.mixer for layer in self.layers]
+        delta = iter(new_delta_rows([mixer for mixer in mixers if isinstance(mixer, GatedDeltaNet)], num_rows))
+        return [mixer.new_rows(num_rows) if isinstance(mixer, Attention) else next(delta) for mixer in mixers]
+
     def commit(
         self, result: ForwardResult, batch: RowBatch, paths: Sequence[Sequence[int]], state: ModelState
     ) -> AcceptedRows:
         """Write what each sequence keeps of the pass: `paths` are local row indices, root first, maybe empty."""
-        accepted = accept_rows(batch, paths, state.block)
+        accepted = accept_rows(batch, paths, state.block).to(self.device)
         if not len(accepted.slots):
             return accepted
         mixers: list[GatedDeltaNet] = []

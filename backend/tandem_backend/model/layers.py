@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import tandem_kernels as kernels
 import torch
-from tandem_kernels import PackedWeight
+from tandem_kernels import PackedWeight, TreePlan
 from torch import Tensor
 
 from tandem_backend.model.batch import AcceptedRows, RowBatch
@@ -34,7 +34,7 @@ class DeltaRows:
     """Inputs of a pass's delta steps, kept until commit replays the accepted ones."""
 
     projected: Tensor  # [rows, width], the convolution's inputs first, a and b last
-    qkv: Tensor  # [rows, channels] after the convolution
+    qkv: Tensor  # [rows, channels or more] after the convolution, as the device's kernels keep them
 
 
 class Attention:
@@ -64,10 +64,13 @@ class Attention:
     def new_rows(self, num_rows: int) -> AttentionRows:
         """Memory for the keys and values of a pass."""
         shape = (num_rows, self.kernel.kv_heads, self.kernel.dim)
-        return AttentionRows(torch.empty(shape), torch.empty(shape))
+        device = self.kernel.norm.device
+        keys, values = (torch.empty(shape, dtype=kernels.row_dtype(device), device=device) for _ in range(2))
+        return AttentionRows(keys, values)
 
-    def forward(self, x: Tensor, batch: RowBatch, state: KVLayer) -> tuple[Tensor, AttentionRows]:
-        rows = self.new_rows(x.shape[0])
+    def forward(
+        self, x: Tensor, batch: RowBatch, state: KVLayer, rows: AttentionRows, trees: TreePlan | None
+    ) -> tuple[Tensor, AttentionRows]:
         out = kernels.attention_layer(
             self.kernel,
             x,
@@ -80,12 +83,13 @@ class Attention:
             batch.block_tables,
             state.keys,
             state.values,
+            trees,
         )
         return out, rows
 
     def commit(self, rows: AttentionRows, accepted: AcceptedRows, state: KVLayer) -> None:
         kernels.store_kv(
-            rows.keys, rows.values.flatten(1), state.keys, state.values, accepted.path_rows, accepted.places
+            rows.keys, rows.values.flatten(1), state.keys, state.values, accepted.path_rows, accepted.places.long()
         )
 
 
@@ -112,7 +116,9 @@ class GatedDeltaNet:
     def weights(self) -> list[PackedWeight]:
         return [self.kernel.input, self.kernel.output]
 
-    def forward(self, x: Tensor, batch: RowBatch, state: RecurrentLayer) -> tuple[Tensor, DeltaRows]:
+    def forward(
+        self, x: Tensor, batch: RowBatch, state: RecurrentLayer, rows: DeltaRows, trees: TreePlan | None
+    ) -> tuple[Tensor, DeltaRows]:
         out, projected, qkv = kernels.delta_layer(
             self.kernel,
             x,
@@ -122,8 +128,17 @@ class GatedDeltaNet:
             batch.seq_starts,
             state.conv,
             state.delta,
+            trees,
+            (rows.projected, rows.qkv),
         )
         return out, DeltaRows(projected, qkv)
+
+
+def new_delta_rows(mixers: Sequence[GatedDeltaNet], num_rows: int) -> list[DeltaRows]:
+    """Memory for what each of these layers keeps of a pass."""
+    if not mixers:
+        return []
+    return [DeltaRows(*parts) for parts in kernels.new_delta_rows([mixer.kernel for mixer in mixers], num_rows)]
 
 
 def commit_delta_layers(

@@ -21,14 +21,18 @@ class Layout:
 
 
 class WeightReader:
-    """Reads the decoder's weights by role; every shape is checked against the config."""
+    """Reads the decoder's weights by role onto a device; every shape is checked against the config."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig) -> None:
-        self.checkpoint, self.config = checkpoint, config
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> None:
+        self.checkpoint, self.config, self.device = checkpoint, config, device
         self.layout = LAYOUTS[config.family.layout]
+        self._embedding: Tensor | None = None  # on a device it is kept once: a tied head is the same memory
 
     def embedding(self) -> Tensor:
-        return self.take(f"{self.layout.root}embed_tokens.weight", self.config.vocab_size, self.config.hidden_size)
+        if self._embedding is None:
+            name = f"{self.layout.root}embed_tokens.weight"
+            self._embedding = self.take(name, self.config.vocab_size, self.config.hidden_size)
+        return self._embedding
 
     def head(self) -> Tensor:
         """The output head: its own tensor, or the embedding where the two are tied."""
@@ -108,8 +112,8 @@ class WeightReader:
         return torch.cat(gate_up), self.take(f"{layer}mlp.down_proj.weight", c.hidden_size, c.intermediate_size)
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor by its checkpoint name."""
-        return self.checkpoint.take(name, shape)
+        """A tensor by its checkpoint name; on the CPU it stays memory-mapped."""
+        return self.checkpoint.take(name, shape).to(self.device)
 
 
 def _delta_split(reader: WeightReader, prefix: str, delta: DeltaConfig) -> Tensor:

@@ -6,6 +6,7 @@ target's hidden state after its final norm, or for further drafts its own output
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tandem_kernels as kernels
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tandem_backend.errors import CheckpointError
+from tandem_backend.model.batch import PackedRows, pack_ints
 from tandem_backend.model.checkpoint import Checkpoint
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.layers import MLP, Attention, AttentionRows
@@ -21,15 +23,38 @@ from tandem_backend.model.state import KVLayer
 
 
 @dataclass(frozen=True, slots=True)
-class MtpRows:
+class MtpRows(PackedRows):
     """Rows of one pass: a token and its place in a sequence each. Parents and sequences cover earlier rows too."""
 
-    token_ids: Tensor  # [rows] int64
+    token_ids: Tensor  # [rows] int32
     positions: Tensor  # [rows] int32
     parents: Tensor  # [earlier and these rows] int32, row indices, -1 for a first row
     row_seqs: Tensor  # [earlier and these rows] int32
     prefix_lens: Tensor  # [seqs] int32, written positions
     block_tables: Tensor  # [seqs, longest] int32
+
+
+def mtp_rows(
+    token_ids: Sequence[int],
+    positions: Sequence[int],
+    parents: Sequence[int],
+    row_seqs: Sequence[int],
+    prefixes: Sequence[tuple[int, Sequence[int]]],
+) -> MtpRows:
+    """Lay rows out; `prefixes` are (written positions, block table) by sequence."""
+    longest = max(len(table) for _, table in prefixes)
+    tables = [block for _, table in prefixes for block in (*table, *[0] * (longest - len(table)))]
+    prefix_lens = [num_written for num_written, _ in prefixes]
+    packed, parts = pack_ints(token_ids, positions, parents, row_seqs, prefix_lens, tables)
+    return MtpRows(
+        packed=packed,
+        token_ids=parts[0],
+        positions=parts[1],
+        parents=parts[2],
+        row_seqs=parts[3],
+        prefix_lens=parts[4],
+        block_tables=parts[5].view(len(prefixes), longest),
+    )
 
 
 class MtpHead:
@@ -41,7 +66,7 @@ class MtpHead:
             raise CheckpointError(
                 f"{checkpoint.directory}: mtp_num_hidden_layers is {config.num_mtp_layers}; the mtp drafter needs 1"
             )
-        reader = WeightReader(checkpoint, config)
+        reader = WeightReader(checkpoint, config, decoder.device)
         hidden = config.hidden_size
         self.decoder = decoder
         self.attention = Attention(reader, "mtp.layers.0.", decoder.rope)
@@ -62,10 +87,11 @@ class MtpHead:
 
         memory holds the keys and values of the draft's earlier rows, and takes those of these rows after them.
         """
+        rows = rows.to(self.decoder.device)
         total = len(rows.parents)
         return kernels.mtp_layer(
             self.kernel,
-            rows.token_ids,
+            rows.token_ids.long(),
             hidden,
             memory.keys[:total],
             memory.values[:total],
@@ -78,9 +104,11 @@ class MtpHead:
             kv.values,
         )
 
-    def store(self, memory: AttentionRows, rows: Tensor, places: Tensor, kv: KVLayer) -> None:
-        """Write rows [n] int32 of memory to the places [n] int64 (block index * block + offset) of kv."""
-        kernels.store_kv(memory.keys, memory.values.flatten(1), kv.keys, kv.values, rows, places)
+    def store(self, memory: AttentionRows, places: Sequence[int], kv: KVLayer) -> None:
+        """Write the first rows of memory to `places` (block index * block + offset) of kv."""
+        packed, _ = pack_ints(range(len(places)), places)
+        rows, to = packed.to(self.decoder.device).split(len(places))
+        kernels.store_kv(memory.keys, memory.values.flatten(1), kv.keys, kv.values, rows, to.long())
 
     def top_tokens(self, hidden: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The `count` likeliest tokens of each row and their probabilities within the drafted vocabulary."""

@@ -113,10 +113,11 @@ EXPORT void tandem_attention(const float *q, const float *k_new, const float *v_
     parallel_for(queries * kv_heads, 1, attend_row, &a);
 }
 
-// Copies rows into cache places: place = block index * block + offset. n pairs of (row, place).
+// Copies rows into cache places: place = block index * block + offset, below 0: nowhere. n pairs of (row, place).
 EXPORT void tandem_store_kv(const float *k_new, const float *v_new, long ldv, float *k_cache, float *v_cache,
                             const int32_t *rows, const int64_t *places, long n, long kv_heads, long dim, long block) {
     for (long i = 0; i < n; i++) {
+        if (places[i] < 0) continue;
         for (long h = 0; h < kv_heads; h++) {
             long at = ((places[i] / block * kv_heads + h) * block + places[i] % block) * dim;
             memcpy(k_cache + at, k_new + (rows[i] * kv_heads + h) * dim, dim * sizeof(float));

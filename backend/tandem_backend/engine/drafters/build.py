@@ -29,9 +29,13 @@ class DrafterPlan:
 
     def block_bytes(self) -> int:
         """Bytes that the drafters add to each KV block."""
-        mtp = self.mtp_head.decoder.config if self.mtp_head is not None else None
-        own = block_bytes(mtp, num_extra_layers=1) - block_bytes(mtp) if mtp is not None else 0
-        return own + (block_bytes(self.draft_model.config) if self.draft_model is not None else 0)
+        own = 0
+        if self.mtp_head is not None:
+            config, device = self.mtp_head.decoder.config, self.mtp_head.decoder.device
+            own = block_bytes(config, num_extra_layers=1, device=device) - block_bytes(config, device=device)
+        if self.draft_model is not None:
+            own += block_bytes(self.draft_model.config, device=self.draft_model.device)
+        return own
 
     def build(self, num_blocks: int, num_slots: int) -> dict[str, Drafter]:
         """The drafters by name, cheap ones first."""
@@ -39,12 +43,14 @@ class DrafterPlan:
         if "lookup" in self.names:
             drafters["lookup"] = LookupDrafter()
         if self.mtp_head is not None:
-            kv = allocate_kv_layer(self.mtp_head.decoder.config, num_blocks)
+            target = self.mtp_head.decoder
+            kv = allocate_kv_layer(target.config, num_blocks, device=target.device)
             width, top_k = self.config.mtp_width, self.config.mtp_top_k
             drafters["mtp"] = MtpDrafter(self.mtp_head, kv, KV_BLOCK, width=width, top_k=top_k)
         if self.draft_model is not None:
-            state = allocate_state(self.draft_model.config, num_blocks, num_slots)
-            drafters["draft_model"] = DraftModelDrafter(self.draft_model, state)
+            draft = self.draft_model
+            state = allocate_state(draft.config, num_blocks, num_slots, device=draft.device)
+            drafters["draft_model"] = DraftModelDrafter(draft, state)
         return drafters
 
 
@@ -75,7 +81,7 @@ def _resolve(name: str, target: Decoder) -> tuple[str, ...]:
 def _load_draft_model(config: EngineConfig, target: Decoder, tokenizer: Tokenizer | None) -> Decoder:
     assert config.draft_model is not None, "checked with the drafters' names"
     try:
-        draft = Decoder(config.draft_model)
+        draft = Decoder(config.draft_model, target.device)
     except CheckpointError as error:
         raise ConfigError(f"draft_model: {error}") from error
     if draft.config.vocab_size != target.config.vocab_size:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
-from tandem_backend.model.batch import int32_views
-from tandem_backend.model.mtp import MtpHead, MtpRows
+from tandem_backend.model.mtp import MtpHead, mtp_rows
 from tandem_backend.model.state import KVLayer
 
 PROMPT_ROWS = 32  # a round that commits so many holds prompt rows, which are written at once
@@ -132,7 +131,7 @@ class MtpDrafter:
             row_seqs.extend([seq] * count)
             places.extend([table[position // self.block] * self.block + position % self.block for position in span])
             ends.append(first + count)
-        rows = _mtp_rows(
+        rows = mtp_rows(
             token_ids,
             positions,
             parents,
@@ -141,7 +140,7 @@ class MtpDrafter:
         )
         memory = self.head.attention.new_rows(len(parents))
         out = self.head.forward(hidden, rows, self.kv, memory)
-        self.head.store(memory, torch.arange(len(parents), dtype=torch.int32), torch.tensor(places), self.kv)
+        self.head.store(memory, places, self.kv)
         for track, end in zip(tracks, ends, strict=True):
             track.num_written += track.num_pending
             track.pending.clear()
@@ -177,7 +176,7 @@ class MtpDrafter:
             token_ids = [drafts[seq].token_ids[node] for seq, node in frontier]
             positions = [len(drafts[seq].context.token_ids) + drafts[seq].depths[node] - 2 for seq, node in frontier]
             hidden = self.head.forward(
-                hidden, _mtp_rows(token_ids, positions, parents, seq_of, prefixes), self.kv, memory
+                hidden, mtp_rows(token_ids, positions, parents, seq_of, prefixes), self.kv, memory
             )
             self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
 
@@ -188,18 +187,3 @@ class MtpDrafter:
             for token_id, prob in zip(row_ids, row_probs, strict=True):
                 if len(draft.token_ids) < draft.context.max_nodes:
                     draft.add(node, token_id, prob)
-
-
-def _mtp_rows(
-    token_ids: Sequence[int],
-    positions: Sequence[int],
-    parents: Sequence[int],
-    row_seqs: Sequence[int],
-    prefixes: Sequence[tuple[int, Sequence[int]]],
-) -> MtpRows:
-    """The rows' tensors; `prefixes` are (written positions, block table) by sequence."""
-    longest = max(len(table) for _, table in prefixes)
-    tables = [block for _, table in prefixes for block in (*table, *[0] * (longest - len(table)))]
-    parts = int32_views(positions, parents, row_seqs, [num_written for num_written, _ in prefixes], tables)
-    table = parts[4].view(len(prefixes), longest)
-    return MtpRows(torch.tensor(token_ids), parts[0], parts[1], parts[2], parts[3], table)
