@@ -75,6 +75,7 @@ def attention_reference(
 def store_kv(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, places: Tensor) -> None:
     """Copy rows of this pass into the cache, in place.
 
-    rows: [n] int32 row indices; places: [n] int64, block index * block + offset in it, below 0: nowhere. The rest as in `attention`.
+    rows: [n] int32 row indices; places: [n] int64, block index * block + offset in it, below 0: nowhere. The rest as in
+    `attention`.
     """
     implementation(k_new).store_kv(k_new, v_new, k_cache, v_cache, rows, places)
