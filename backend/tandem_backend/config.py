@@ -77,6 +77,11 @@ class EngineConfig(BaseModel):
         description="adaptive: verify the nodes that pay; always: all within the budget (for checks)",
     )
     verify_curve: Path | None = Field(default=None, description="file of tandem bench verify-curve; null: built in")
+    request_log: Literal["off", "stdout"] | Path = Field(
+        default="stdout",
+        description="where one JSON line a request goes: off, stdout (Triton server's), or a file",
+    )
+    log_prompts: bool = Field(default=False, description="the request log tells prompts and whole error messages too")
     self_test_rows: int = Field(default=96, ge=0, le=4096, description="rows of the exactness self-test; 0: skip it")
 
 
@@ -99,10 +104,9 @@ def load_engine_config(path: Path, overrides: Mapping[str, Any] | None = None) -
         config = EngineConfig.model_validate(values)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
-    paths = {key: getattr(config, key) for key in ("checkpoint", "draft_model", "verify_curve")}
-    return config.model_copy(
-        update={key: (path.parent / value).resolve() for key, value in paths.items() if value is not None}
-    )
+    values = {key: getattr(config, key) for key in EngineConfig.model_fields}
+    paths = {key: value for key, value in values.items() if isinstance(value, Path)}
+    return config.model_copy(update={key: (path.parent / value).resolve() for key, value in paths.items()})
 
 
 def _parse_override(value: Any) -> Any:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain data that crosses layers: a request on its way in, the outputs of a round on their way out. No tensors."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 from tandem_backend.errors import TandemError
@@ -145,6 +147,33 @@ class CacheCounters:
 
 
 @dataclass(slots=True)
+class Histogram:
+    """How many values lie up to each bound, and their sum."""
+
+    bounds: tuple[float, ...]  # upper ones, included; ascending
+    counts: list[int] = field(default_factory=list)  # by bound, and of the values beyond the last
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, number: int = 1) -> None:
+        """Take note of `number` equal values."""
+        self.counts[bisect_left(self.bounds, value)] += number
+        self.total += value * number
+
+
+# Bounds of histograms: seconds of what happens once a round or a token, and counts.
+ROUND_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+TOKEN_S = (
+    *(0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+ROUND_TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
+
+
+@dataclass(slots=True)
 class EngineCounters:
     """What an engine did since it was loaded."""
 
@@ -153,6 +182,14 @@ class EngineCounters:
     drafter_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (drafted, accepted)
     caches: dict[str, CacheCounters] = field(default_factory=dict)  # by cache: prefix, session, response
     ended_sessions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SessionEnd, 0))
+    part_s: dict[str, float] = field(default_factory=dict)  # seconds of all rounds by part: draft, verify, ...
+    round_s: Histogram = field(default_factory=partial(Histogram, ROUND_S))
+    round_rows: Histogram = field(default_factory=partial(Histogram, ROWS))
+    round_sequences: Histogram = field(default_factory=partial(Histogram, ROWS))
+    # Tokens that a decoding sequence committed in a round, bonus token included.
+    acceptance_len: Histogram = field(default_factory=partial(Histogram, ROUND_TOKENS))
+    # Seconds between a request's tokens; those of one round share the time since the round before.
+    inter_token_s: Histogram = field(default_factory=partial(Histogram, TOKEN_S))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

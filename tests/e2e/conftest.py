@@ -2,6 +2,7 @@
 """One real Triton server with our model repository for all end-to-end tests of a run."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tandem_backend.serving.launcher import TritonServer
@@ -9,6 +10,11 @@ from triton_calls import MODEL_REPOSITORY
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    with TritonServer(MODEL_REPOSITORY, log_path=tmp_path_factory.mktemp("server") / "server.log") as running:
+def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("server") / "server.log"
+
+
+@pytest.fixture(scope="session")
+def server(server_log: Path) -> Iterator[TritonServer]:
+    with TritonServer(MODEL_REPOSITORY, log_path=server_log) as running:
         yield running

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,14 +59,18 @@ def test_a_stop_token_outside_the_vocabulary_harms_nobody(server: Any) -> None:
         assert Answer([first, *responses]) == expected
 
 
-def _metrics(server: Any) -> dict[str, float]:
-    """Our metrics of the model `tandem` as "name" or "name value" of the label that goes beyond model and version."""
+def _metrics_text(server: Any) -> str:
     connection = http.client.HTTPConnection(server.metrics_url, timeout=10)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     connection.close()
+    return text
+
+
+def _metrics(server: Any) -> dict[str, float]:
+    """Our metrics of the model `tandem` as "name" or "name value" of the label that goes beyond model and version."""
     found = {}
-    for name, labels, value in re.findall(r"^(tandem_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+    for name, labels, value in re.findall(r"^(tandem_\w+)\{(.*)\} (\S+)$", _metrics_text(server), re.MULTILINE):
         values = dict(re.findall(r'(\w+)="(.*?)"', labels))
         assert (values.pop("model"), values.pop("version")) == ("tandem", "1")
         found[" ".join([name, *values.values()])] = float(value)
@@ -98,10 +103,48 @@ def test_metrics_show_the_engine_and_its_work(server: Any) -> None:
     for drafter in ("lookup", "mtp"):
         drafted, accepted = (grown[f"tandem_{kind}draft_tokens_total {drafter}"] for kind in ("", "accepted_"))
         assert 0 <= accepted <= drafted
+    assert grown["tandem_inter_token_seconds_count"] == 39
+    assert grown["tandem_acceptance_length_tokens_sum"] == 39
+    assert grown["tandem_round_seconds_count"] == grown["tandem_rounds_total"]
+    for name in ("time_to_first_token_seconds", "queue_seconds", "request_seconds", "request_output_tokens"):
+        assert grown[f"tandem_{name}_count"] == grown[f"tandem_{name}_bucket +Inf"] == 1
+    assert after["tandem_heartbeat_timestamp_seconds"] == pytest.approx(time.time(), abs=20)
     errors = "tandem_requests_total error"
     with pytest.raises(InferenceServerException, match="input_ids"):
         ask(server, input_ids=[-1], max_tokens=2)
     _metrics_when(server, lambda metrics: metrics[errors] > before[errors])
+
+
+def test_dashboards_of_other_servers_find_their_names(server: Any) -> None:
+    ask(server, text_input=PROMPT, max_tokens=8, sampling_parameters=EXACTLY)
+    count = "vllm:request_generation_tokens_count"
+    text = _metrics_text(server)
+    while f"{count}{{" not in text:
+        time.sleep(0.05)
+        text = _metrics_text(server)
+    names = ("prompt_tokens_total", "generation_tokens_total", "num_requests_running", "kv_cache_usage_perc")
+    families = ("time_to_first_token_seconds", "time_per_output_token_seconds", "e2e_request_latency_seconds")
+    for name in (*names, *(f"{family}_bucket" for family in families)):
+        assert re.search(rf'^vllm:{name}{{.*model="tandem".*}} \S+$', text, re.MULTILINE), name
+    blocks = dict(re.findall(r'^nv_trt_llm_kv_cache_block_metrics{.*type="(\w+)".*} (\S+)$', text, re.MULTILINE))
+    assert set(blocks) == {"used", "free", "max", "tokens_per", "fraction"}
+    assert float(blocks["used"]) + float(blocks["free"]) == float(blocks["max"]) > 0
+
+
+def test_every_request_is_logged_once(server: Any, server_log: Path) -> None:
+    ask(server, text_input=PROMPT, max_tokens=5, sampling_parameters=EXACTLY, request_id="to be logged")
+    deadline_s = time.monotonic() + 10
+    while not (lines := _logged(server_log, "to be logged")):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    (entry,) = lines
+    assert (entry["outcome"], entry["num_output_tokens"], entry["stream"]) == ("length", 5, True)
+    assert "read_lines" not in json.dumps(entry)
+
+
+def _logged(path: Path, request_id: str) -> list[dict[str, Any]]:
+    entries = re.findall(r'^\{"time": .*\}$', path.read_text(encoding="utf-8"), re.MULTILINE)
+    return [entry for entry in map(json.loads, entries) if entry["request_id"] == request_id]
 
 
 def test_the_engine_sees_all_requests_of_the_front_at_once(server: Any) -> None:

@@ -39,6 +39,12 @@ def test_rounds_and_acceptance_length_of_a_chunked_prompt(hybrid: Path, plain: P
     counters = driver.engine.counters()
     assert (counters.num_rounds, counters.num_output_tokens) == (18, 20)
     assert counters.drafter_tokens == {"oracle": (6, 6)}
+    # Twelve decoding rounds: three of three tokens, nine of one. No gap before a first token.
+    assert (counters.acceptance_len.counts[:4], counters.acceptance_len.total) == ([9, 0, 3, 0], 18)
+    assert sum(counters.inter_token_s.counts) == 18
+    assert sum(counters.round_s.counts) == sum(counters.round_sequences.counts) == 18
+    assert (counters.round_sequences.total, counters.round_rows.total) == (18, 2 * 5 + 3 * 3 + 9)
+    assert sum(counters.part_s.values()) == pytest.approx(counters.round_s.total)
 
 
 def test_no_decoding_round_has_no_acceptance_length(hybrid: Path) -> None:
@@ -54,6 +60,18 @@ def test_counters_are_a_copy_and_begin_at_zero_for_every_drafter(hybrid: Path) -
     assert before.drafter_tokens == {"lookup": (0, 0), "mtp": (0, 0)}
     driver.run(Request(request_id="1", prompt=Prompt(token_ids=PROMPT), params=PARAMS))
     assert (before.num_rounds, before.num_output_tokens) == (0, 0)
+    assert sum(before.round_s.counts) == sum(before.inter_token_s.counts) == 0
+
+
+def test_the_memory_of_kv_blocks_is_in_the_statistics(hybrid: Path) -> None:
+    driver = EngineDriver(engine_config(hybrid))
+    idle = driver.engine.statistics()
+    assert idle["kv_cache_used_bytes"] == 0 < idle["kv_cache_bytes"] <= driver.engine.config.kv_cache_bytes
+    driver.add(Request(request_id="1", prompt=Prompt(token_ids=PROMPT), params=PARAMS))
+    driver.step()
+    busy = driver.engine.statistics()
+    used = busy["num_blocks"] - busy["num_free_blocks"]
+    assert busy["kv_cache_used_bytes"] * busy["num_blocks"] == busy["kv_cache_bytes"] * used > 0
 
 
 @pytest.mark.parametrize(("self_test_rows", "passed"), [(0, 0), (8, 1)])

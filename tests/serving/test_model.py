@@ -83,7 +83,8 @@ def test_requests_are_answered(model: TritonPythonModel) -> None:
     streamed = InferenceRequest.of(text_input="short", stream=True, sequence_id="s", flags=1)
     model.execute([whole, streamed])
     assert [response.value("text_output") for response in whole.sender.wait()] == [["shortHello world"]]
-    assert [response.value("text_output") for response in streamed.sender.wait()] == [["Hello "], ["world"]]
+    streamed.sender.wait()
+    assert streamed.sender.text() == "Hello world"
     assert (whole.sender.num_finals, streamed.sender.num_finals) == (1, 1)
 
 
@@ -200,3 +201,26 @@ def test_unloading_answers_live_requests(model: TritonPythonModel) -> None:
     late = InferenceRequest.of(text_input="short")
     model.execute([late])
     assert late.sender.wait()[-1].error().code() == "UNAVAILABLE"
+
+
+def test_each_request_is_logged_once_without_its_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_module, "Engine", Engine)
+    model = TritonPythonModel()
+    path = tmp_path / "1" / "requests.jsonl"
+    model.initialize(arguments(tmp_path, parameters={"request_log": {"string_value": path.name}}))
+    fine = InferenceRequest.of(sequence_id=3, flags=3, text_input="short", stream=True)
+    refused = InferenceRequest.of(sequence_id=4, flags=3, text_input="short", max_tokens=0)
+    model.execute([fine, refused])
+    for request in (fine, refused):
+        request.sender.wait()
+    model.finalize()
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert {(line["sequence_id"], line["stream"], line["outcome"]) for line in lines} == {
+        (3, True, "stop"),
+        (4, False, "error"),
+    }
+    assert [line["error_field"] for line in lines if "error_field" in line] == ["max_tokens"]
+    assert "short" not in path.read_text(encoding="utf-8")
+    assert "outcome" not in capfd.readouterr().out

@@ -9,7 +9,7 @@ from fakes.engine import chunk
 from fakes.pb_utils import ResponseSender
 from tandem_backend.errors import InternalError, UnavailableError
 from tandem_backend.serving.request import RETURN_INPUTS, ResponseOptions
-from tandem_backend.serving.response import Responder
+from tandem_backend.serving.response import Ended, Responder
 from tandem_backend.types import FinishReason, RequestStats, StepOutput
 
 ROUNDS = [chunk("Hello "), chunk(), chunk("brave new "), chunk("world", finish_reason=FinishReason.STOP)]
@@ -106,13 +106,14 @@ def test_a_request_that_drafted_nothing_has_figures_too() -> None:
     ],
 )
 def test_the_outcome_is_told_once(last: StepOutput, broken_sends: tuple[int, ...], outcome: str) -> None:
-    outcomes: list[str] = []
-    responder = Responder(ResponseSender(frozenset(broken_sends)), ResponseOptions(stream=True), 1, outcomes.append)
+    told: list[Ended] = []
+    responder = Responder(ResponseSender(frozenset(broken_sends)), ResponseOptions(stream=True), 1, told.append)
     responder.output(chunk("a"))
-    assert outcomes == []
+    assert told == []
     for output in (last, last):
         responder.output(output)
-    assert outcomes == [outcome]
+    assert [ended.outcome for ended in told] == [outcome]
+    assert (told[0].error is not None) == (outcome == "error")
 
 
 def test_outputs_have_the_types_of_config_pbtxt() -> None:

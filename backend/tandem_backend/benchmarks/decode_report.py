@@ -8,9 +8,9 @@ from typing import Any
 from tandem_backend.benchmarks.decode import NUM_JOINT, DecodeFigures, JointRepeat
 from tandem_backend.benchmarks.engine_runs import Run
 from tandem_backend.benchmarks.table import table
+from tandem_backend.engine.times import PARTS
 from tandem_backend.types import acceptance_len
 
-PARTS = ("draft", "verify", "accept", "commit", "host")
 NO_STORES = (
     "none: drafters forget a text with its request; what stays warm is the router's knowledge of costs and of how "
     "often scores are right"
@@ -53,7 +53,7 @@ def _prompt(name: str, kind: str, pairs: Sequence[tuple[Run, Run]]) -> dict[str,
 def _round(runs: Sequence[Run]) -> dict[str, float]:
     """Means over all rounds of the runs, which had one sequence each."""
     num_rounds = sum(run.times.num_rounds for run in runs)
-    parts = {f"{part}_ms": sum(getattr(run.times, f"{part}_ms") for run in runs) / num_rounds for part in PARTS}
+    parts = {f"{part}_ms": sum(run.times.part_ms(part) for run in runs) / num_rounds for part in PARTS}
     round_ms = sum(parts.values())
     return {
         "acceptance_len": acceptance_len(sum(run.num_tokens for run in runs), num_rounds),

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 
 import tandem_kernels as kernels
@@ -12,7 +13,7 @@ import torch
 
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine.drafters.base import Drafter
-from tandem_backend.engine.drafters.build import DrafterPlan, plan_drafters
+from tandem_backend.engine.drafters.build import plan_drafters
 from tandem_backend.engine.drafting import Drafting
 from tandem_backend.engine.health import Health
 from tandem_backend.engine.limits import Limits
@@ -67,7 +68,8 @@ class Engine:
         self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size, self.max_context_len)
         plan = plan_drafters(config, self.model, self.tokenizer)
         num_slots = max(config.max_active + config.max_sessions, NUM_SLOTS)
-        num_blocks = self._num_blocks(plan, num_slots)
+        self._block_bytes = block_bytes(self.model.config, device=self.model.device) + plan.block_bytes()
+        num_blocks = self._num_blocks(num_slots)
         drafters = {**plan.build(num_blocks, num_slots), **(extra_drafters or {})}
         router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
         drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
@@ -104,11 +106,10 @@ class Engine:
         logger.info("exactness self-test: %d rows bit-equal in %.2f s", result.num_rows, result.seconds)
         return result
 
-    def _num_blocks(self, plan: DrafterPlan, num_slots: int) -> int:
+    def _num_blocks(self, num_slots: int) -> int:
         """Blocks that kv_cache_bytes pays for; never more than all sequences could fill."""
-        bytes_each = block_bytes(self.model.config, device=self.model.device) + plan.block_bytes()
         most = max(num_slots * -(-self.max_context_len // KV_BLOCK), NUM_BLOCKS)
-        return min(self.config.kv_cache_bytes // bytes_each, most) if bytes_each else most
+        return min(self.config.kv_cache_bytes // self._block_bytes, most) if self._block_bytes else most
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
@@ -176,20 +177,19 @@ class Engine:
             "num_sessions": len(s.sessions),
             "num_blocks": s.blocks.size,
             "num_free_blocks": s.blocks.num_free,
+            "num_block_tokens": s.block,
+            "kv_cache_bytes": s.blocks.size * self._block_bytes,
+            "kv_cache_used_bytes": (s.blocks.size - s.blocks.num_free) * self._block_bytes,
             "num_slots": s.slots.size,
             "num_free_slots": s.slots.num_free,
             "self_test_passed": int(self.self_test is not None),  # 0: skipped; an engine that fails it does not load
+            "self_test_seconds": self.self_test.seconds if self.self_test is not None else 0.0,
             "self_test_rows": self.self_test.num_rows if self.self_test is not None else 0,
         }
 
     def counters(self) -> EngineCounters:
         """What was done since the load; a copy."""
-        counters = self.rounds.counters
-        return replace(
-            counters,
-            drafter_tokens=dict(counters.drafter_tokens),
-            ended_sessions=dict(counters.ended_sessions),
-        )
+        return deepcopy(self.rounds.counters)
 
     def _count_session_end(self, why: SessionEnd) -> None:
         self.rounds.counters.ended_sessions[why] += 1

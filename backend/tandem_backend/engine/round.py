@@ -12,7 +12,7 @@ from tandem_backend.engine.draft_tree import Accepted, DraftTree, accept, anchor
 from tandem_backend.engine.drafters.base import CommittedRows
 from tandem_backend.engine.drafting import Drafting
 from tandem_backend.engine.scheduler import ScheduledRows
-from tandem_backend.engine.times import RoundTimes, Stopwatch
+from tandem_backend.engine.times import PARTS, RoundTimes, Stopwatch
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder, ForwardResult
@@ -29,6 +29,7 @@ class Step:
     path: Sequence[int]
     accepted: Accepted | None  # the walk through the draft tree; None: a prompt chunk
     output: StepOutput | None
+    gap_s: float | None = None  # since the request's tokens before these
 
 
 @dataclass(slots=True)
@@ -62,18 +63,27 @@ class RoundRunner:
         spent.commit_ms = watch.lap_ms()
         self._observe(scheduled, steps, batch, result)
         self.drafting.learn(drafted, scheduled, [step.accepted for step in steps], spent)
-        self._count(drafted.trees, steps)
         spent.host_ms += watch.lap_ms()
         self.times.add(spent)
+        self._count(drafted.trees, steps, spent)
         return steps
 
-    def _count(self, trees: Sequence[DraftTree | None], steps: Sequence[Step]) -> None:
-        self.counters.num_rounds += 1
+    def _count(self, trees: Sequence[DraftTree | None], steps: Sequence[Step], spent: RoundTimes) -> None:
+        counters = self.counters
+        counters.num_rounds += 1
+        counters.round_rows.observe(spent.num_rows)
+        counters.round_sequences.observe(len(steps))
+        for part in PARTS:
+            counters.part_s[part] = counters.part_s.get(part, 0.0) + spent.part_ms(part) / 1e3
+        counters.round_s.observe(sum(spent.part_ms(part) for part in PARTS) / 1e3)
         for tree, step in zip(trees, steps, strict=True):
-            if step.output is not None:
-                self.counters.num_output_tokens += len(step.output.token_ids)
+            num_tokens = len(step.output.token_ids) if step.output is not None else 0
+            counters.num_output_tokens += num_tokens
+            if step.gap_s is not None and num_tokens:
+                counters.inter_token_s.observe(step.gap_s / num_tokens, num_tokens)
             if tree is not None:
-                _count_drafts(self.counters.drafter_tokens, tree, step.path)
+                counters.acceptance_len.observe(len(step.path))
+                _count_drafts(counters.drafter_tokens, tree, step.path)
 
     def _observe(
         self, scheduled: Sequence[ScheduledRows], steps: Sequence[Step], batch: RowBatch, result: ForwardResult
@@ -135,6 +145,7 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
     path = range(rows.num_prompt_rows) if tree is None else accepted.path[:num_kept]
     sequence.num_computed += len(path)
     stats.num_output_tokens = generation.num_output
+    gap_s = (now - stats.last_token_time_ns) / 1e9 if stats.last_token_time_ns else None
     stats.first_token_time_ns = stats.first_token_time_ns or now
     stats.last_token_time_ns = now
     if tree is not None:
@@ -149,7 +160,7 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
         logprobs=tuple(choice.logprobs[node] for node in accepted.path[:num_kept]),
         finish_reason=reason,
     )
-    return Step(path, accepted if tree is not None else None, output)
+    return Step(path, accepted if tree is not None else None, output, gap_s)
 
 
 def _no_token() -> InvalidRequestError:

@@ -4,6 +4,8 @@
 import time
 from dataclasses import dataclass, fields
 
+PARTS = ("draft", "verify", "accept", "commit", "host")
+
 
 @dataclass(slots=True)
 class RoundTimes:
@@ -20,6 +22,10 @@ class RoundTimes:
     def add(self, other: "RoundTimes") -> None:
         for item in fields(self):
             setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+
+    def part_ms(self, part: str) -> float:
+        """The time of one of PARTS."""
+        return float(getattr(self, f"{part}_ms"))
 
 
 class Stopwatch:

@@ -103,7 +103,8 @@ class EngineLoop:
                 if self._engine.has_work():
                     self._emit(self._engine.step())
                 if self._report is not None and time.monotonic() >= self._next_report_s:
-                    self._outbox.call(partial(self._report, self._engine.statistics(), self._engine.counters()))
+                    statistics = {**self._engine.statistics(), "heartbeat_timestamp_seconds": time.time()}
+                    self._outbox.call(partial(self._report, statistics, self._engine.counters()))
                     self._next_report_s = time.monotonic() + REPORT_INTERVAL_S
                 if time.monotonic() >= next_sweep:
                     self._engine.sweep()

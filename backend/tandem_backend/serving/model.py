@@ -3,6 +3,8 @@
 
 import itertools
 import json
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ from tandem_backend.serving.loop import EngineLoop
 from tandem_backend.serving.metrics import Metrics
 from tandem_backend.serving.model_config import check_model_config, engine_overrides, reports_metrics
 from tandem_backend.serving.request import ended_sequence, parse_request, wants_error_output
-from tandem_backend.serving.response import Responder
+from tandem_backend.serving.request_log import RequestLog
+from tandem_backend.serving.response import Ended, Responder
 from tandem_backend.serving.watchdog import exit_with_parent
+from tandem_backend.types import Prompt, SequenceId
 
 
 class TritonPythonModel:
@@ -32,15 +36,19 @@ class TritonPythonModel:
         try:
             check_model_config(config)
             metrics = Metrics(args["model_name"], args["model_version"]) if reports_metrics(config) else None
-            self._engine = Engine(load_engine_config(path, engine_overrides(config)))
+            engine_config = load_engine_config(path, engine_overrides(config))
+            log = None
+            if engine_config.request_log != "off":
+                log = RequestLog(engine_config.request_log, with_prompts=engine_config.log_prompts)
+            self._engine = Engine(engine_config)
         except TandemError as error:
             raise pb_utils.TritonModelException(error.wire()) from error
         self._request_ids = (str(number) for number in itertools.count(1))
-        self._on_end = metrics.count_request if metrics else None
+        self._observe = partial(_Observer, metrics, log)
         self._loop = EngineLoop(
             self._engine,
             metrics.update if metrics else None,
-            stream_interval_s=self._engine.config.stream_interval_ms / 1e3,
+            stream_interval_s=engine_config.stream_interval_ms / 1e3,
         )
         self._loop.start()
 
@@ -56,21 +64,22 @@ class TritonPythonModel:
 
     def _accept(self, request: Any) -> None:
         sender = request.get_response_sender()
+        observer = self._observe(request.request_id(), request.correlation_id() or None)
         try:
-            self._submit(request, sender)
+            self._submit(request, sender, observer)
         except TandemError as error:
-            self._refuse(request, sender, error)
+            self._refuse(request, sender, observer, error)
         except Exception as error:
             pb_utils.Logger.log_error(f"a request failed before it ran: {type(error).__name__}: {error}")
-            self._refuse(request, sender, InternalError(f"{type(error).__name__}: {error}"))
+            self._refuse(request, sender, observer, InternalError(f"{type(error).__name__}: {error}"))
 
-    def _refuse(self, request: Any, sender: Any, error: TandemError) -> None:
-        Responder(sender, on_end=self._on_end, error_as_output=wants_error_output(request)).fail(error)
+    def _refuse(self, request: Any, sender: Any, observer: "_Observer", error: TandemError) -> None:
+        Responder(sender, on_end=observer, error_as_output=wants_error_output(request)).fail(error)
         sequence_id = ended_sequence(request)
         if sequence_id is not None:
             self._loop.end_sequence(sequence_id)
 
-    def _submit(self, request: Any, sender: Any) -> None:
+    def _submit(self, request: Any, sender: Any, observer: "_Observer") -> None:
         request_id = next(self._request_ids)
         parsed = parse_request(request, request_id)
         if parsed.ignored:
@@ -79,12 +88,30 @@ class TritonPythonModel:
             assert parsed.sequence_id is not None
             self._loop.close_sequence(parsed.sequence_id, request_id, Responder(sender, parsed.options))
             return
+        observer.prompt = parsed.request.prompt
         prepared = self._engine.prepare(parsed.request)
         responder = Responder(
             sender,
             parsed.options,
             prepared.num_prompt_tokens,
-            self._on_end,
+            observer,
             error_as_output=wants_error_output(request),
         )
         self._loop.submit(prepared, responder)
+
+
+@dataclass(slots=True)
+class _Observer:
+    """Tells the metrics and the request log how a request ended."""
+
+    metrics: Metrics | None
+    log: RequestLog | None
+    request_id: str  # the client's
+    sequence_id: SequenceId | None
+    prompt: Prompt | None = None
+
+    def __call__(self, ended: Ended) -> None:
+        if self.metrics is not None:
+            self.metrics.end_request(ended)
+        if self.log is not None:
+            self.log.write(self.request_id, self.sequence_id, self.prompt, ended)

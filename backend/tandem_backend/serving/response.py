@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,11 +30,21 @@ class Sender(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a request ended: a finish reason, or "error" and which."""
+
+    outcome: str
+    is_streaming: bool
+    stats: RequestStats | None = None  # of a request that ran
+    error: TandemError | None = None
+
+
 class Responder:
     """Turns StepOutputs into responses. The engine loop's sender thread owns it once it is submitted.
 
     One thread for all is more than convenience: Triton server frees what is_cancelled() reads when FINAL comes, and
-    crashes when both happen at once (seen with 2.51). `on_end` is told the outcome once: the finish reason or "error".
+    crashes when both happen at once (seen with 2.51). `on_end` is told once, after the last response.
     """
 
     def __init__(
@@ -41,7 +52,7 @@ class Responder:
         sender: Sender,
         options: ResponseOptions | None = None,
         num_prompt_tokens: int = 0,
-        on_end: Callable[[str], None] | None = None,
+        on_end: Callable[[Ended], None] | None = None,
         *,
         error_as_output: bool = False,
     ) -> None:
@@ -69,7 +80,7 @@ class Responder:
         if self.finished:
             return
         if output.error is not None:
-            self.fail(output.error)
+            self.fail(output.error, output.stats)
             return
         self._text += output.text
         self._token_ids += output.token_ids
@@ -78,20 +89,22 @@ class Responder:
             self._cumulative_logprob += logprob
         if not output.is_last and not (self._options.stream and (self._text or self._token_ids)):
             return
+        ended = Ended(output.finish_reason, self.is_streaming, output.stats) if output.finish_reason else None
         try:
-            self._send(pb_utils.InferenceResponse(output_tensors=self._tensors(output)), output.finish_reason)
+            self._send(pb_utils.InferenceResponse(output_tensors=self._tensors(output)), ended)
         except Exception as error:
-            self.fail(InternalError(f"the response could not be sent: {error}"))
+            self.fail(InternalError(f"the response could not be sent: {error}"), output.stats)
         self._text, self._token_ids, self._logprobs = "", [], []
 
-    def fail(self, error: TandemError) -> None:
+    def fail(self, error: TandemError, stats: RequestStats | None = None) -> None:
         """Answer with `error` and FINAL. Never raises."""
         if self.finished:
             return
+        ended = Ended(FAILED, self.is_streaming, stats, error)
         try:
-            self._send(self._error_response(error), FAILED)
+            self._send(self._error_response(error), ended)
         except Exception:
-            self._send_bare_final()
+            self._send_bare_final(ended)
 
     def _error_response(self, error: TandemError) -> Any:
         if not self._error_as_output:
@@ -99,20 +112,20 @@ class Responder:
         text = json.dumps({"code": error.code, "message": str(error)})
         return pb_utils.InferenceResponse([pb_utils.Tensor(ERROR_OUTPUT, np.array([text.encode()], dtype=object))])
 
-    def _send(self, response: Any, outcome: str | None) -> None:
-        """Send a response, the last one where the outcome is known."""
-        self._sender.send(response, flags=0 if outcome is None else FINAL)
-        if outcome is not None:
-            self._end(outcome)
+    def _send(self, response: Any, ended: Ended | None) -> None:
+        """Send a response, the last one where the request has ended."""
+        self._sender.send(response, flags=0 if ended is None else FINAL)
+        if ended is not None:
+            self._end(ended)
 
-    def _end(self, outcome: str) -> None:
+    def _end(self, ended: Ended) -> None:
         self.finished = True
         if self._on_end is not None:
-            self._on_end(outcome)
+            self._on_end(ended)
 
-    def _send_bare_final(self) -> None:
+    def _send_bare_final(self, ended: Ended) -> None:
         """The last resort: the client at least stops waiting."""
-        self._end(FAILED)
+        self._end(ended)
         try:
             self._sender.send(flags=FINAL)
         except Exception as error:

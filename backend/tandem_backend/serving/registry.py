@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton server's registry of metrics: writes gauges, counters and histograms, and of them only what has changed."""
+
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from tandem_backend.types import Histogram
+
+
+class Registry:
+    """One model's metrics. A write is a message to the server (0.02 ms of its and our time); one thread makes them.
+
+    Triton server's own histograms take one message for every value. Ours are counted where the values arise and written
+    as the counters that a histogram consists of, `_bucket` with the label `le`, `_sum` and `_count`: queries are the
+    same, and the cost is bounded by the number of buckets, not by the load.
+    """
+
+    def __init__(self, model: str, version: str) -> None:
+        self._labels = {"model": model, "version": version}
+        self._families: dict[str, Any] = {}
+        # By name and label values: the metric and what was last written to it.
+        self._written: dict[tuple[str, ...], tuple[Any, float | None]] = {}
+
+    def gauge(self, name: str, description: str, value: float, **labels: str) -> None:
+        metric, written = self._metric(name, pb_utils.MetricFamily.GAUGE, description, labels)
+        # Unwritten, a gauge may still have the value of an instance before this one.
+        if written != value:
+            metric.set(value)
+            self._written[(name, *labels.values())] = (metric, value)
+
+    def counter(self, name: str, description: str, total: float, **labels: str) -> None:
+        """`total` is what was counted since this model was loaded."""
+        metric, written = self._metric(name, pb_utils.MetricFamily.COUNTER, description, labels)
+        if total > (written or 0):
+            metric.increment(total - (written or 0))
+            self._written[(name, *labels.values())] = (metric, total)
+
+    def histogram(self, name: str, description: str, histogram: Histogram) -> None:
+        numbers = list(accumulate(histogram.counts))
+        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+        for bound, number in zip(bounds, numbers, strict=True):
+            self.counter(f"{name}_bucket", f"{description}, up to `le`", number, le=bound)
+        self.counter(f"{name}_sum", f"{description}, sum", histogram.total)
+        self.counter(f"{name}_count", f"{description}, number", numbers[-1])
+
+    def _metric(self, name: str, kind: Any, description: str, labels: Mapping[str, str]) -> tuple[Any, float | None]:
+        """The metric, made where it is new, and what was last written to it."""
+        key = (name, *labels.values())
+        if key in self._written:
+            return self._written[key]
+        if name not in self._families:
+            self._families[name] = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+        metric = self._families[name].Metric(labels={**self._labels, **labels})
+        self._written[key] = (metric, None)
+        return metric, None
