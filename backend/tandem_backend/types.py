@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from tandem_backend.errors import TandemError
 
 SequenceId = int | str
 
 DEFAULT_PRIORITY = 5
+
+# Of the model's own logits, or of the distribution that tokens are chosen from: after penalties, masks and filters.
+LogprobsMode = Literal["raw", "processed"]
+TopLogprobs = tuple[tuple[int, float], ...]  # (token id, logprob), the likeliest first
 
 
 class FinishReason(StrEnum):
@@ -62,6 +66,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added), each id once
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    num_logprobs: int = 0  # of the likeliest tokens, beside the chosen one's
+    logprobs_mode: LogprobsMode = "raw"
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens; None: not even theirs
 
     @property
     def has_penalties(self) -> bool:
@@ -69,7 +76,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every token is the one with the largest logit (min_tokens aside)."""
+        """Whether a token is the one with the largest logit and comes with its own logprob (min_tokens aside)."""
         return not (
             self.temperature
             or self.has_penalties
@@ -77,6 +84,7 @@ class SamplingParams:
             or self.logit_bias
             or self.bad_words
             or self.allowed_token_ids is not None
+            or self.num_logprobs
         )
 
 
@@ -126,6 +134,7 @@ class RequestStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     drafter_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (drafted, accepted)
+    seed: int | None = None  # what its tokens were drawn with; None: greedy
     arrival_time_ns: int = 0
     first_scheduled_time_ns: int = 0
     first_token_time_ns: int = 0
@@ -192,6 +201,15 @@ class EngineCounters:
     inter_token_s: Histogram = field(default_factory=partial(Histogram, TOKEN_S))
 
 
+@dataclass(frozen=True, slots=True)
+class PromptLogprob:
+    """Of a prompt token, given the tokens before it."""
+
+    token_id: int
+    logprob: float
+    top: TopLogprobs = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """What one round gave one request. The last output has a finish_reason or an error, never both."""
@@ -200,6 +218,8 @@ class StepOutput:
     text: str = ""  # text that is final: whole characters, no possible start of a stop string
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()  # natural log of each token's probability, fp32
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # by token, where the request asks for them
+    prompt_logprobs: tuple[PromptLogprob | None, ...] = ()  # on the first output, where the request asks for them
     finish_reason: FinishReason | None = None
     error: TandemError | None = None
     stats: RequestStats | None = None  # on the last output of a request that was scheduled

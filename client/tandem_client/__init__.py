@@ -10,7 +10,7 @@ from tandem_client.errors import (
     TandemClientError,
 )
 from tandem_client.sync import Generation, Session, TandemClient
-from tandem_client.types import Chunk, Completion, DrafterUsage, Usage
+from tandem_client.types import Chunk, Completion, DrafterUsage, TokenLogprob, Usage
 
 __all__ = [
     "AsyncGeneration",
@@ -27,5 +27,6 @@ __all__ = [
     "Session",
     "TandemClient",
     "TandemClientError",
+    "TokenLogprob",
     "Usage",
 ]

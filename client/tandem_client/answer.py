@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """From responses to chunks. Pure; shared by both clients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem_client.errors import IncompleteStreamError
-from tandem_client.types import Chunk, DrafterUsage, Usage
+from tandem_client.types import Chunk, DrafterUsage, TokenLogprob, Usage
 from tandem_client.wire import InferResponse
 
 # The finish_reason of a response that is not the last, in the vLLM backend's convention.
@@ -19,6 +19,7 @@ _PERF_OUTPUTS = {
     "acceptance_len": "acceptance_length",
     "num_rounds": "num_rounds",
     "num_cached_tokens": "num_cached_tokens",
+    "seed": "seed",
     "arrival_time_ns": "arrival_time_ns",
     "first_scheduled_time_ns": "first_scheduled_time_ns",
     "first_token_time_ns": "first_token_time_ns",
@@ -52,11 +53,13 @@ class Answer:
         if finish_reason == _NO_REASON:
             finish_reason = None
         self._has_reason = self._has_reason or finish_reason is not None
-        entries = response.json("logprobs")
+        entries, prompt = response.json("logprobs"), response.json("prompt_logprobs")
         return Chunk(
             text=response.scalar("text_output") or "",
             token_ids=token_ids,
             logprobs=None if entries is None else tuple(entry["logprob"] for entry in entries),
+            top_logprobs=_top_logprobs(entries),
+            prompt_logprobs=None if prompt is None else tuple(entry and _token_logprob(entry) for entry in prompt),
             finish_reason=finish_reason,
             usage=None if finish_reason is None else self._usage(response),
         )
@@ -75,6 +78,20 @@ class Answer:
             drafters=_drafters(response.json("drafter_statistics") or {}),
             **{field: value for field, value in found.items() if value is not None},
         )
+
+
+def _top_logprobs(entries: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[tuple[int, float], ...], ...] | None:
+    if not entries or "top_logprobs" not in entries[0]:
+        return None
+    return tuple(_pairs(entry["top_logprobs"]) for entry in entries)
+
+
+def _token_logprob(entry: Mapping[str, Any]) -> TokenLogprob:
+    return TokenLogprob(token_id=entry["token_id"], logprob=entry["logprob"], top=_pairs(entry["top_logprobs"]))
+
+
+def _pairs(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple((entry["token_id"], entry["logprob"]) for entry in entries)
 
 
 def _drafters(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, DrafterUsage]:

@@ -28,8 +28,11 @@ class GenerateOptions(TypedDict, total=False):
     tools, enable_thinking, chat_template_kwargs: passed to the chat template; they need messages.
     max_tokens: limit of output tokens.
     stop: strings that end the answer. stop_token_ids: tokens that end it.
-    logprobs: whether chunks carry the tokens' log probabilities.
-    sampling: further sampling parameters by name (drafter, num_draft_tokens, ignore_eos ...).
+    temperature: 0, the default, is greedy; top_k, top_p, min_p shape what is drawn from.
+    seed: draws the same answer again; one that the server chose is in the last chunk's usage.
+    logprobs: whether chunks carry the tokens' log probabilities; a number: and those of as many likeliest tokens.
+    prompt_logprobs: the same for the prompt's tokens, on the first chunk.
+    sampling: further sampling parameters by name (repetition_penalty, logit_bias, drafter, ignore_eos ...).
     timeout_s: seconds until the whole answer must be there; then RequestTimeoutError is raised.
     """
 
@@ -41,7 +44,13 @@ class GenerateOptions(TypedDict, total=False):
     max_tokens: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
-    logprobs: bool
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    logprobs: bool | int
+    prompt_logprobs: int | None
     sampling: Mapping[str, Any] | None
     timeout_s: float | None
 
@@ -65,7 +74,13 @@ def build_payload(
     max_tokens: int | None = None,
     stop: str | Sequence[str] | None = None,
     stop_token_ids: Sequence[int] | None = None,
-    logprobs: bool = False,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    logprobs: bool | int = False,
+    prompt_logprobs: int | None = None,
     sampling: Mapping[str, Any] | None = None,
     timeout_s: float | None = None,
 ) -> Payload:
@@ -84,13 +99,20 @@ def build_payload(
         "max_tokens": max_tokens,
         "stop": list(stop) if stop is not None and not isinstance(stop, str) else stop,
         "stop_token_ids": None if stop_token_ids is None else _token_ids("stop_token_ids", stop_token_ids).tolist(),
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "logprobs": None if isinstance(logprobs, bool) else logprobs,
+        "prompt_logprobs": prompt_logprobs,
     }
     parameters = _join_parameters(sampling or {}, {name: value for name, value in named.items() if value is not None})
     if parameters:
         inputs["sampling_parameters"] = _json("sampling", parameters)
     for name in ("stream", *_RETURNED):
         inputs[name] = _flag(True)
-    if logprobs:
+    if logprobs is not False:
         inputs["return_logprobs"] = _flag(True)
     return Payload(inputs, timeout_s)
 

@@ -3,6 +3,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
 
 NS_PER_S = 1_000_000_000
 
@@ -28,6 +31,7 @@ class Usage:
     acceptance_len: float = 0.0  # tokens a decoding round, its bonus token included; plain decoding has 1.0
     num_rounds: int = 0  # rounds that took prompt rows or gave tokens
     num_cached_tokens: int = 0  # prompt tokens whose state the server still had
+    seed: int | None = None  # what the tokens were drawn with: send it to get the same answer again; None: greedy
     drafters: Mapping[str, DrafterUsage] = field(default_factory=dict, hash=False)  # by name
     arrival_time_ns: int = 0
     first_scheduled_time_ns: int = 0
@@ -51,12 +55,25 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A token's natural log-probability, and those of the likeliest tokens in its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), the likeliest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """What one round of the server added to an answer; the last chunk has finish_reason and usage."""
 
     text: str = ""  # final text: whole characters that are never taken back
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None  # natural logs, one a token; None unless asked for
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = (
+        None  # (token id, logprob), likeliest first, a token
+    )
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the first chunk; None for tokens without one
     finish_reason: str | None = None  # "stop", "length" or "cancelled"
     usage: Usage | None = None
 
@@ -70,6 +87,8 @@ class Completion:
     logprobs: tuple[float, ...] | None
     finish_reason: str
     usage: Usage
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Chunk]) -> "Completion":
@@ -77,11 +96,18 @@ class Completion:
         parts = list(chunks)
         if not parts or parts[-1].finish_reason is None or parts[-1].usage is None:
             raise ValueError("chunks: the last one must have a finish_reason and usage")
-        has_logprobs = any(part.logprobs is not None for part in parts)
         return cls(
             text="".join(part.text for part in parts),
             token_ids=tuple(token for part in parts for token in part.token_ids),
-            logprobs=tuple(value for part in parts for value in part.logprobs or ()) if has_logprobs else None,
+            logprobs=_joined(part.logprobs for part in parts),
             finish_reason=parts[-1].finish_reason,
             usage=parts[-1].usage,
+            top_logprobs=_joined(part.top_logprobs for part in parts),
+            prompt_logprobs=_joined(part.prompt_logprobs for part in parts),
         )
+
+
+def _joined(parts: Iterable[tuple[T, ...] | None]) -> tuple[T, ...] | None:
+    """The parts one after the other; None where no chunk has any."""
+    found = [part for part in parts if part is not None]
+    return tuple(item for part in found for item in part) if found else None

@@ -16,7 +16,16 @@ from tandem_backend.engine.drafters.mtp import MtpDrafter
 from tandem_backend.engine.sequence import Sequence as EngineSequence
 from tandem_backend.errors import TandemError
 from tandem_backend.model.state import KVLayer, RecurrentLayer
-from tandem_backend.types import FinishReason, Prompt, Request, RequestStats, SamplingParams, StepOutput
+from tandem_backend.types import (
+    FinishReason,
+    Prompt,
+    PromptLogprob,
+    Request,
+    RequestStats,
+    SamplingParams,
+    StepOutput,
+    TopLogprobs,
+)
 from torch import Tensor
 
 VOCAB_SIZE = 31  # of the checkpoints `hybrid` and `small_draft_model`
@@ -30,6 +39,8 @@ class Result:
     token_ids: list[int] = field(default_factory=list)
     rows: list[Tensor] = field(default_factory=list)  # logits rows [vocab] that chose the tokens
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PromptLogprob | None] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: TandemError | None = None
@@ -48,6 +59,8 @@ class Result:
         assert (output.finish_reason is None) or (output.error is None)
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs
+        self.top_logprobs += output.top_logprobs
+        self.prompt_logprobs += output.prompt_logprobs
         self.pieces.append(output.text)
         self.finish_reason, self.error, self.stats = output.finish_reason, output.error, output.stats
 
@@ -139,7 +152,9 @@ def num_different(result: Result, reference: Result) -> int:
     tokens = sum(a != b for a, b in zip_longest(result.token_ids, reference.token_ids))
     logprobs = sum(a != b for a, b in zip_longest(result.logprobs, reference.logprobs))
     rows = sum(not _is_same_row(a, b) for a, b in zip_longest(result.rows, reference.rows))
-    return tokens + logprobs + rows
+    tops = sum(a != b for a, b in zip_longest(result.top_logprobs, reference.top_logprobs))
+    prompts = sum(a != b for a, b in zip_longest(result.prompt_logprobs, reference.prompt_logprobs))
+    return tokens + logprobs + rows + tops + prompts
 
 
 def _is_same_row(a: Tensor | None, b: Tensor | None) -> bool:
@@ -147,7 +162,13 @@ def _is_same_row(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def beginning(result: Result, num_tokens: int) -> Result:
-    return Result(result.token_ids[:num_tokens], result.rows[:num_tokens], result.logprobs[:num_tokens])
+    return Result(
+        result.token_ids[:num_tokens],
+        result.rows[:num_tokens],
+        result.logprobs[:num_tokens],
+        result.top_logprobs[:num_tokens],
+        result.prompt_logprobs if num_tokens else [],
+    )
 
 
 def live_sequences(engine: Engine) -> list[EngineSequence]:

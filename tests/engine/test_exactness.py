@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_driver import VOCAB_SIZE, EngineDriver, Plain, beginning, engine_config, num_different
@@ -48,6 +49,32 @@ class Arrival:
     cancelled: int | None
 
 
+# Each of them alone and with all others; a seed is drawn for every request.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"typical_p": 0.7},
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.7},
+    {"frequency_penalty": -0.4},
+    {"no_repeat_ngram_size": 2},
+    {"logit_bias": ((3, 1.5), (7, -100.0))},
+    {"allowed_token_ids": tuple(range(0, VOCAB_SIZE, 2))},
+    {"num_logprobs": 3},
+    {"num_logprobs": 20, "logprobs_mode": "processed"},
+    {"prompt_logprobs": 2},
+)
+
+
+@st.composite
+def sampling_options(draw: st.DrawFn) -> dict[str, Any]:
+    chosen = draw(st.one_of(st.just([]), st.lists(st.sampled_from(OPTIONS), max_size=len(OPTIONS), unique_by=id)))
+    options = {"temperature": draw(st.sampled_from([0.0, 0.7, 2.0])), "seed": draw(st.integers(0, 2**64 - 1))}
+    return {} if not chosen else {**options, **{name: value for option in chosen for name, value in option.items()}}
+
+
 @st.composite
 def arrivals(draw: st.DrawFn, drafters: Sequence[str]) -> list[Arrival]:
     found = []
@@ -60,6 +87,7 @@ def arrivals(draw: st.DrawFn, drafters: Sequence[str]) -> list[Arrival]:
             ignore_eos=draw(st.booleans()),
             drafter=draw(st.sampled_from(drafters)),
             num_draft_tokens=draw(st.sampled_from([None, None, 0, 1, 5, 16])),
+            **draw(sampling_options()),
         )
         cancelled = draw(st.one_of(st.none(), st.none(), st.integers(1, 20)))
         found.append(Arrival(draw(st.sampled_from([*PROMPTS, REPEATING])), params, draw(st.integers(0, 12)), cancelled))

@@ -102,12 +102,24 @@ def test_all_sampling_fields() -> None:
             "include_stop_str_in_output": 1,
             "drafter": "lookup",
             "num_draft_tokens": "4",
-            "seed": 3,
-            "temperature": "0.0",
-            "top_p": "1",
+            "seed": 2**64 - 1,
+            "temperature": "0.5",
+            "top_p": "0.9",
             "top_k": -1,
+            "min_p": 0.1,
+            "typical_p": 0.8,
+            "repetition_penalty": 1.1,
+            "presence_penalty": -1,
+            "frequency_penalty": 2,
+            "no_repeat_ngram_size": 3,
+            "logit_bias": {"7": -100, "5": "1.5"},
+            "bad_words": ["x", "y z"],
+            "allowed_token_ids": "[1, 2]",
+            "logprobs": 20,
+            "logprobs_mode": "processed",
+            "prompt_logprobs": 0,
             "n": 1,
-            "logit_bias": None,
+            "top_logprobs": None,
         }
     ) == SamplingParams(
         max_tokens=20,
@@ -118,7 +130,27 @@ def test_all_sampling_fields() -> None:
         include_stop=True,
         drafter="lookup",
         num_draft_tokens=4,
+        temperature=0.5,
+        top_p=0.9,
+        min_p=0.1,
+        typical_p=0.8,
+        seed=2**64 - 1,
+        repetition_penalty=1.1,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        no_repeat_ngram_size=3,
+        logit_bias=((5, 1.5), (7, -100.0)),
+        bad_words=("x", "y z"),
+        allowed_token_ids=(1, 2),
+        num_logprobs=20,
+        logprobs_mode="processed",
+        prompt_logprobs=0,
     )
+
+
+def test_a_bias_may_be_json_text_and_a_bad_word_plain_text() -> None:
+    parsed = params(parameters='{"logit_bias": "{\\"5\\": -1}", "bad_words": "no"}')
+    assert (parsed.logit_bias, parsed.bad_words) == (((5, -1.0),), ("no",))
 
 
 def test_stop_strings_in_all_their_forms() -> None:
@@ -129,7 +161,7 @@ def test_stop_strings_in_all_their_forms() -> None:
 
 
 def test_top_k_1_is_greedy_at_any_temperature() -> None:
-    assert params(sampling={"temperature": 0.7, "top_k": 1}) == SamplingParams()
+    assert params(sampling={"temperature": 0.7, "top_k": 1}).is_plain
 
 
 @pytest.mark.parametrize(
@@ -154,20 +186,32 @@ def test_draft_is_a_switch(sampling: dict[str, Any], drafter: str | None) -> Non
         ({"draft": False, "drafter": "mtp+lookup"}, "draft: is off, but drafter is 'mtp\\+lookup'"),
         ({"draft": "on", "drafter": "none"}, "draft: is on, but drafter is 'none'"),
         ({"draft": "perhaps"}, "draft: .*got 'perhaps'"),
-        ({"temperature": 0.7}, r"temperature: only 0 \(greedy decoding\) is supported, got 0.7"),
-        ({"temperature": "0.1"}, r"temperature: only 0 \(greedy decoding\) is supported, got '0.1'"),
+        ({"temperature": -0.1}, r"temperature: must be 0 \(greedy\) or 0.001 to 100, got -0.1"),
+        ({"temperature": "1e-8"}, r"temperature: must be 0 \(greedy\) or 0.001 to 100, got '1e-8'"),
         ({"temperature": "warm"}, "temperature: .*number.*, got 'warm'"),
         ({"temperature": True}, "temperature: must be a number, got True"),
-        ({"top_p": 0.9}, "top_p: only 1 is supported at present, got 0.9"),
-        ({"top_k": 40}, "top_k: only 0 or -1 or 1 is supported at present, got 40"),
-        ({"min_p": 0.1}, "min_p: only 0"),
-        ({"presence_penalty": 1}, "presence_penalty: only 0"),
-        ({"frequency_penalty": -0.5}, "frequency_penalty: only 0"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty: only 1"),
+        ({"temperature": float("inf")}, "temperature: .*finite number"),
+        ({"top_p": 0}, "top_p: .*greater than 0, got 0"),
+        ({"top_p": 1.5}, "top_p: .*less than or equal to 1, got 1.5"),
+        ({"typical_p": 0}, "typical_p: .*greater than 0"),
+        ({"top_k": -2}, "top_k: .*greater than or equal to -1, got -2"),
+        ({"min_p": 1.1}, "min_p: .*less than or equal to 1"),
+        ({"presence_penalty": 2.5}, "presence_penalty: .*less than or equal to 2"),
+        ({"frequency_penalty": -2.5}, "frequency_penalty: .*greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty: .*greater than 0"),
+        ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: .*greater than or equal to 0"),
+        ({"seed": -1}, "seed: .*greater than or equal to 0"),
+        ({"seed": 2**64}, "seed: .*less than"),
         ({"n": 2}, "n: only 1"),
         ({"use_beam_search": True}, "use_beam_search: only false"),
-        ({"logprobs": 5}, "logprobs: only 0 or 1"),
-        ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
+        ({"logprobs": 21}, "logprobs: .*less than or equal to 20"),
+        ({"logprobs_mode": "cooked"}, "logprobs_mode: .*'raw' or 'processed'"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs: .*less than or equal to 20"),
+        ({"logit_bias": {"5": 101}}, r"logit_bias\[5\]: .*less than or equal to 100"),
+        ({"logit_bias": {"five": 1}}, r"logit_bias\[five\]: .*integer"),
+        ({"logit_bias": "5"}, "logit_bias: .*got 5"),
+        ({"bad_words": [""]}, r"bad_words\[0\]: .*got ''"),
+        ({"allowed_token_ids": []}, "allowed_token_ids: .*at least 1"),
         ({"guided_decoding": {"json": {}}}, "guided_decoding: is not supported"),
         ({"max_tokens": 0}, "max_tokens: .*greater than or equal to 1, got 0"),
         ({"max_tokens": "many"}, "max_tokens: .*integer.*, got 'many'"),
@@ -183,7 +227,7 @@ def test_draft_is_a_switch(sampling: dict[str, Any], drafter: str | None) -> Non
         ({"drafter": 3}, "drafter: .*got 3"),
         ({"num_draft_tokens": -1}, "num_draft_tokens: .*got -1"),
         ({"ignore_eos": "perhaps"}, "ignore_eos: .*got 'perhaps'"),
-        ({"max_tokens": 0, "top_p": 0.5}, "max_tokens: .*; top_p: "),
+        ({"max_tokens": 0, "top_p": 5}, "max_tokens: .*; top_p: "),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(sampling: dict[str, Any], message: str) -> None:

@@ -10,7 +10,7 @@ from fakes.pb_utils import ResponseSender
 from tandem_backend.errors import InternalError, UnavailableError
 from tandem_backend.serving.request import RETURN_INPUTS, ResponseOptions
 from tandem_backend.serving.response import Ended, Responder
-from tandem_backend.types import FinishReason, RequestStats, StepOutput
+from tandem_backend.types import FinishReason, PromptLogprob, RequestStats, StepOutput
 
 ROUNDS = [chunk("Hello "), chunk(), chunk("brave new "), chunk("world", finish_reason=FinishReason.STOP)]
 PERF = ResponseOptions(return_perf_metrics=True)
@@ -86,6 +86,33 @@ def test_the_cost_stands_on_the_last_response() -> None:
         "lookup": {"drafted": 2, "accepted": 0, "share": 0.0},
         "mtp": {"drafted": 6, "accepted": 6, "share": 1.0},
     }
+
+
+def test_logprobs_come_with_the_likeliest_tokens_where_they_are_there() -> None:
+    tops = (((3, -0.25), (9, -2.0)),)
+    rounds = [chunk("a", top_logprobs=tops), chunk("b", top_logprobs=tops, finish_reason=FinishReason.STOP)]
+    (response,) = answer(rounds, ResponseOptions(return_logprobs=True)).responses
+    top = [{"token_id": 3, "logprob": -0.25}, {"token_id": 9, "logprob": -2.0}]
+    assert json.loads(response.value("logprobs")[0]) == [{"token_id": 0, "logprob": -0.5, "top_logprobs": top}] * 2
+
+
+def test_prompt_logprobs_come_once_with_the_first_response() -> None:
+    prompt = (None, PromptLogprob(5, -1.5, ((5, -1.5),)))
+    rounds = [chunk("a", prompt_logprobs=prompt), chunk("b", finish_reason=FinishReason.STOP)]
+    first, last = answer(rounds, ResponseOptions(stream=True)).responses
+    assert json.loads(first.value("prompt_logprobs")[0]) == [
+        None,
+        {"token_id": 5, "logprob": -1.5, "top_logprobs": [{"token_id": 5, "logprob": -1.5}]},
+    ]
+    assert last.value("prompt_logprobs") is None
+
+
+def test_the_seed_of_a_sampled_answer_stands_with_its_cost() -> None:
+    stats = RequestStats(seed=2**64 - 1)
+    (response,) = answer([chunk("a", finish_reason=FinishReason.STOP, stats=stats)], PERF).responses
+    assert response.value("seed") == [2**64 - 1]
+    (response,) = answer([chunk("a", finish_reason=FinishReason.STOP, stats=RequestStats())], PERF).responses
+    assert response.value("seed") is None
 
 
 def test_a_request_that_drafted_nothing_has_figures_too() -> None:

@@ -2,7 +2,7 @@
 """The target's choice at every row, plain rows and draft rows alike."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import tandem_kernels as kernels
@@ -13,16 +13,19 @@ from tandem_backend.engine.draft_tree import DraftTree, anchor_tree
 from tandem_backend.engine.sampling.distribution import RequestRows, adjust, filter_rows, request_rows
 from tandem_backend.engine.sampling.request import RequestSampling
 from tandem_backend.engine.scheduler import ScheduledRows
+from tandem_backend.types import PromptLogprob, TopLogprobs
 
 NO_TOKEN = -1  # the choice of a row whose request leaves no token
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sequence's rows with logits, in row order."""
+    """What the target chose at one sequence's rows, in row order; empty lists for a chunk that ends no prompt."""
 
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)  # where the request asks for them
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # of the tokens after the chunk's rows
 
 
 def choose(logits: Tensor, scheduled: Sequence[ScheduledRows], trees: Sequence[DraftTree | None]) -> list[Choice]:
@@ -34,26 +37,29 @@ def choose(logits: Tensor, scheduled: Sequence[ScheduledRows], trees: Sequence[D
     token_ids, logprobs = (values.tolist() for values in kernels.argmax(logits))
     choices: list[Choice] = []
     special: list[tuple[int, int, RequestRows]] = []  # whose choice, its first row in the pass, its rows
-    first = 0
+    end = 0
     for rows, tree in zip(scheduled, trees, strict=True):
-        count = int(rows.ends_prompt) if tree is None else tree.num_nodes
-        generation = rows.generation
-        if count and not generation.sampling.is_plain(generation.num_output):
+        first, end = end, end + (rows.num_prompt_logits if tree is None else tree.num_nodes)
+        generation, prompt = rows.generation, []
+        if tree is None and rows.generation.request.params.prompt_logprobs is not None:
+            prompt = _prompt_logprobs(logits[first:end], rows)
+        chosen = range(end - int(rows.ends_prompt) if tree is None else first, end)
+        if chosen and not generation.sampling.is_plain(generation.num_output):
             committed = generation.sequence.token_ids
             tree = tree if tree is not None else anchor_tree(committed[-1])
-            special.append((len(choices), first, request_rows(generation.sampling, committed, tree)))
-        choices.append(Choice(token_ids[first : first + count], logprobs[first : first + count]))
-        first += count
+            special.append((len(choices), chosen.start, request_rows(generation.sampling, committed, tree)))
+        own = slice(chosen.start, chosen.stop)
+        choices.append(Choice(token_ids[own], logprobs[own], prompt_logprobs=prompt))
     if special:
         places = [place for _, first, rows in special for place in range(first, first + len(rows.paths))]
-        chosen = _choose_special(logits[torch.tensor(places)], [rows for _, _, rows in special])
-        for (index, _, _), choice in zip(special, chosen, strict=True):
-            choices[index] = choice
+        chosen_special = _choose_special(logits[torch.tensor(places)], [rows for _, _, rows in special])
+        for (index, _, _), choice in zip(special, chosen_special, strict=True):
+            choices[index] = replace(choice, prompt_logprobs=choices[index].prompt_logprobs)
     return choices
 
 
 def _choose_special(logits: Tensor, requests: Sequence[RequestRows]) -> list[Choice]:
-    """logits: [rows of the requests one after the other, vocab], raw."""
+    """logits: [rows of the requests one after the other, vocab], raw; a copy that may be changed."""
     work = logits.clone()
     starts = [0]
     for rows in requests:
@@ -61,8 +67,42 @@ def _choose_special(logits: Tensor, requests: Sequence[RequestRows]) -> list[Cho
         adjust(work[starts[-2] : starts[-1]], rows)
     token_ids, _ = kernels.argmax(work)
     _draw(work, token_ids, requests, starts)
-    logprobs, _, _ = kernels.log_probs(logits, token_ids.clamp(min=0))
-    return [Choice(token_ids[a:b].tolist(), logprobs[a:b].tolist()) for a, b in pairwise(starts)]
+    params = [rows.sampling.params for rows in requests]
+    for (a, b), asked in zip(pairwise(starts), params, strict=True):
+        if asked.logprobs_mode == "processed":
+            logits[a:b] = work[a:b]
+    num_top = min(max(p.num_logprobs for p in params), logits.shape[1])
+    logprobs, top_ids, top_logprobs = kernels.log_probs(logits, token_ids.clamp(min=0), num_top)
+    tops = [
+        _top(ids, values, asked.num_logprobs)
+        for (a, b), asked in zip(pairwise(starts), params, strict=True)
+        for ids, values in zip(top_ids[a:b].tolist(), top_logprobs[a:b].tolist(), strict=True)
+    ]
+    return [
+        Choice(token_ids[a:b].tolist(), logprobs[a:b].tolist(), tops[a:b] if asked.num_logprobs else [])
+        for (a, b), asked in zip(pairwise(starts), params, strict=True)
+    ]
+
+
+def _top(token_ids: Sequence[int], logprobs: Sequence[float], n: int) -> TopLogprobs:
+    """The likeliest n; tokens that can't come are left out."""
+    return tuple((i, value) for i, value in zip(token_ids[:n], logprobs[:n], strict=True) if value > float("-inf"))
+
+
+def _prompt_logprobs(logits: Tensor, rows: ScheduledRows) -> list[PromptLogprob]:
+    """Of the prompt token after each of the chunk's rows; the last row of a prompt has none."""
+    sequence, num_top = rows.generation.sequence, rows.generation.request.params.prompt_logprobs or 0
+    after = sequence.token_ids[sequence.num_computed + 1 : sequence.num_computed + 1 + rows.num_prompt_rows]
+    values, top_ids, top_values = kernels.log_probs(
+        logits[: len(after)],
+        torch.tensor(after, dtype=torch.int32, device=logits.device),
+        min(num_top, logits.shape[1]),
+    )
+    tops = zip(top_ids.tolist(), top_values.tolist(), strict=True)
+    return [
+        PromptLogprob(token_id, value, _top(*top, num_top))
+        for token_id, value, top in zip(after, values.tolist(), tops, strict=True)
+    ]
 
 
 def _draw(work: Tensor, token_ids: Tensor, requests: Sequence[RequestRows], starts: Sequence[int]) -> None:

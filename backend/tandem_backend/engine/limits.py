@@ -21,15 +21,21 @@ class Limits:
 
     def check(self, request: Request, num_tokens: int) -> None:
         """Raises InvalidRequestError naming the field; num_tokens are the prompt's, kept ones included."""
-        self._check_stops(request)
+        self._check_token_ids(request)
         self._check_length(request, num_tokens)
 
-    def _check_stops(self, request: Request) -> None:
-        vocab_size = self.model.vocab_size
-        for token_id in request.params.stop_token_ids:
-            if not 0 <= token_id < vocab_size:
+    def _check_token_ids(self, request: Request) -> None:
+        params, vocab_size = request.params, self.model.vocab_size
+        named = {
+            "stop_token_ids": params.stop_token_ids,
+            "logit_bias": [token_id for token_id, _ in params.logit_bias],
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for name, token_ids in named.items():
+            wrong = [token_id for token_id in token_ids if not 0 <= token_id < vocab_size]
+            if wrong:
                 raise InvalidRequestError(
-                    f"stop_token_ids: must be token ids of this model, 0 to {vocab_size - 1}, got {token_id}"
+                    f"{name}: must be token ids of this model, 0 to {vocab_size - 1}, got {wrong[0]}"
                 )
         if request.params.min_tokens and len(self.stop_ids(request)) >= vocab_size:
             raise InvalidRequestError("min_tokens: must be 0 where stop_token_ids leave no other token")

@@ -99,7 +99,7 @@ class RoundRunner:
                 hidden = result.hidden[[first + node for node in path]]
             next_ids = sequence.token_ids[start + 1 : start + 1 + len(path)]
             committed.append(CommittedRows(sequence.slot, start, hidden, next_ids, sequence.block_table))
-            num_logits = int(rows.ends_prompt) if rows.num_prompt_rows else num_rows
+            num_logits = rows.num_prompt_logits if rows.num_prompt_rows else num_rows
             if self.record_logits is not None and step.output is not None:
                 self._record(rows, step, result.logits[first_logit : first_logit + num_logits])
             first_logit += num_logits
@@ -109,7 +109,7 @@ class RoundRunner:
         assert self.record_logits is not None
         assert step.output is not None
         generation, tokens = rows.generation, step.output.token_ids
-        nodes = [0] if rows.num_prompt_rows else step.path[: len(tokens)]
+        nodes = [-1] if rows.num_prompt_rows else step.path[: len(tokens)]
         for n, node in enumerate(nodes):
             index = generation.num_output - len(tokens) + n
             self.record_logits(generation.request.request_id, index, logits[node])
@@ -120,7 +120,7 @@ def _batch_rows(rows: ScheduledRows, tree: DraftTree | None) -> SequenceRows:
     start = sequence.num_computed
     if tree is None:
         chunk = sequence.token_ids[start : start + rows.num_prompt_rows]
-        logit_rows = [len(chunk) - 1] if rows.ends_prompt else []
+        logit_rows = range(len(chunk) - rows.num_prompt_logits, len(chunk))
         return SequenceRows(chunk, start, sequence.slot, sequence.block_table, logit_rows=logit_rows)
     return SequenceRows(tree.token_ids, start, sequence.slot, sequence.block_table, parents=tree.parents)
 
@@ -130,6 +130,7 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
     generation, now = rows.generation, time.time_ns()
     sequence, stats = generation.sequence, generation.stats
     stats.num_rounds += 1
+    generation.prompt_logprobs += choice.prompt_logprobs
     if tree is None and not rows.ends_prompt:
         sequence.num_computed += rows.num_prompt_rows
         return Step(range(rows.num_prompt_rows), None, None)
@@ -158,6 +159,8 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
         text=text,
         token_ids=tuple(accepted.token_ids[:num_kept]),
         logprobs=tuple(choice.logprobs[node] for node in accepted.path[:num_kept]),
+        top_logprobs=tuple(choice.top_logprobs[node] for node in accepted.path[:num_kept] if choice.top_logprobs),
+        prompt_logprobs=generation.take_prompt_logprobs(),
         finish_reason=reason,
     )
     return Step(path, accepted if tree is not None else None, output, gap_s)

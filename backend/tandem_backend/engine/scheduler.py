@@ -22,6 +22,12 @@ class ScheduledRows:
     num_prompt_rows: int  # 0: a decoding sequence
     ends_prompt: bool  # the chunk's last row yields the first token
 
+    @property
+    def num_prompt_logits(self) -> int:
+        """How many of the last prompt rows need logits: the one that yields a token, or all for prompt_logprobs."""
+        wants_all = self.generation.request.params.prompt_logprobs is not None
+        return self.num_prompt_rows if wants_all else int(self.ends_prompt)
+
 
 @dataclass(slots=True)
 class Scheduler:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem_backend.engine.sampling import Constraint, RequestSampling
 from tandem_backend.engine.text_output import TextOutput
-from tandem_backend.types import FinishReason, Request, RequestStats, SequenceId
+from tandem_backend.types import FinishReason, PromptLogprob, Request, RequestStats, SequenceId
 
 
 @dataclass(slots=True)
@@ -100,6 +100,7 @@ class Generation:
     drafters: frozenset[str]
     sampling: RequestSampling
     num_output: int = 0
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # not given out yet
     started_s: float = field(default_factory=time.monotonic)
 
     @property
@@ -124,6 +125,17 @@ class Generation:
             if reason is not None:
                 return n, "".join(pieces), reason
         return len(token_ids), "".join(pieces), None
+
+    def take_prompt_logprobs(self) -> tuple[PromptLogprob | None, ...]:
+        """One entry a prompt token, with the first output and only where the request asks for them.
+
+        None for the first token, before which there is nothing, and for those whose state was kept from before.
+        """
+        if self.request.params.prompt_logprobs is None or self.num_output > 1:
+            return ()
+        missing = self.stats.num_prompt_tokens - len(self.prompt_logprobs)
+        found, self.prompt_logprobs = (*[None] * missing, *self.prompt_logprobs), []
+        return found
 
     def _push(self, token_id: int, pieces: list[str]) -> FinishReason | None:
         may_stop = self.num_output > self.request.params.min_tokens

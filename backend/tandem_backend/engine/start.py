@@ -72,6 +72,7 @@ class Starter:
             num_cached_tokens=sequence.num_computed,
             arrival_time_ns=item.prepared.arrival_time_ns,
             first_scheduled_time_ns=time.time_ns(),
+            seed=request.params.seed if request.params.temperature > 0 else None,
         )
         return Generation(
             prepared=item.prepared,

@@ -115,6 +115,8 @@ def join(outputs: Sequence[StepOutput]) -> list[StepOutput]:
                 text="".join(output.text for output in given),
                 token_ids=tuple(token_id for output in given for token_id in output.token_ids),
                 logprobs=tuple(logprob for output in given for logprob in output.logprobs),
+                top_logprobs=tuple(top for output in given for top in output.top_logprobs),
+                prompt_logprobs=tuple(entry for output in given for entry in output.prompt_logprobs),
                 finish_reason=given[-1].finish_reason,
                 stats=given[-1].stats,
             )

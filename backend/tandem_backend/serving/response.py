@@ -2,7 +2,7 @@
 """The answer to one request: data responses and, whatever happens, exactly one FINAL flag."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 
 from tandem_backend.errors import InternalError, TandemError
 from tandem_backend.serving.request import ResponseOptions
-from tandem_backend.types import RequestStats, StepOutput
+from tandem_backend.types import PromptLogprob, RequestStats, StepOutput, TopLogprobs
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # An error that `tandem` sends to `tandem_generate` travels as an output: an error response over BLS, beside streams of
@@ -63,7 +63,8 @@ class Responder:
         self._num_prompt_tokens = num_prompt_tokens
         self._text = self._options.echo
         self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
+        self._logprobs: list[dict[str, Any]] = []
+        self._prompt_logprobs: list[dict[str, Any] | None] = []
         self._cumulative_logprob = 0.0
         self.finished = False
 
@@ -84,7 +85,8 @@ class Responder:
             return
         self._text += output.text
         self._token_ids += output.token_ids
-        self._logprobs += output.logprobs
+        self._logprobs += _logprob_entries(output)
+        self._prompt_logprobs += [_prompt_entry(entry) for entry in output.prompt_logprobs]
         for logprob in output.logprobs:  # one by one: how the tokens fell into outputs must not show in the sum
             self._cumulative_logprob += logprob
         if not output.is_last and not (self._options.stream and (self._text or self._token_ids)):
@@ -94,7 +96,7 @@ class Responder:
             self._send(pb_utils.InferenceResponse(output_tensors=self._tensors(output)), ended)
         except Exception as error:
             self.fail(InternalError(f"the response could not be sent: {error}"), output.stats)
-        self._text, self._token_ids, self._logprobs = "", [], []
+        self._text, self._token_ids, self._logprobs, self._prompt_logprobs = "", [], [], []
 
     def fail(self, error: TandemError, stats: RequestStats | None = None) -> None:
         """Answer with `error` and FINAL. Never raises."""
@@ -133,22 +135,39 @@ class Responder:
 
     def _tensors(self, output: StepOutput) -> list[Any]:
         options = self._options
-        logprobs = [
-            {"token_id": token_id, "logprob": logprob}
-            for token_id, logprob in zip(self._token_ids, self._logprobs, strict=False)
-        ]
         columns: list[tuple[str, bool, Any, list[Any]]] = [
             ("text_output", True, object, [self._text]),
             ("finish_reason", options.return_finish_reason, object, [output.finish_reason or NO_FINISH_REASON]),
             ("cumulative_logprob", options.return_cumulative_logprob, np.float32, [self._cumulative_logprob]),
-            ("logprobs", options.return_logprobs, object, [json.dumps(logprobs)]),
+            ("logprobs", options.return_logprobs, object, [json.dumps(self._logprobs)]),
+            ("prompt_logprobs", bool(self._prompt_logprobs), object, [json.dumps(self._prompt_logprobs)]),
             ("num_input_tokens", options.return_num_input_tokens, np.uint32, [self._num_prompt_tokens]),
             ("num_output_tokens", options.return_num_output_tokens, np.uint32, [len(self._token_ids)]),
             ("token_ids", options.return_token_ids, np.int32, self._token_ids),
         ]
         if options.return_perf_metrics and output.is_last and output.stats is not None:
             columns += _perf_columns(output.stats)
+            columns += [("seed", output.stats.seed is not None, np.uint64, [output.stats.seed or 0])]
         return [pb_utils.Tensor(name, np.array(data, dtype=dtype)) for name, wanted, dtype, data in columns if wanted]
+
+
+def _logprob_entries(output: StepOutput) -> list[dict[str, Any]]:
+    """One a token; the likeliest tokens beside it where the request asks for them."""
+    tops: Sequence[TopLogprobs | None] = output.top_logprobs or [None] * len(output.token_ids)
+    return [
+        {"token_id": token_id, "logprob": logprob} | ({} if top is None else {"top_logprobs": _top_entries(top)})
+        for token_id, logprob, top in zip(output.token_ids, output.logprobs, tops, strict=False)
+    ]
+
+
+def _prompt_entry(entry: PromptLogprob | None) -> dict[str, Any] | None:
+    if entry is None:
+        return None
+    return {"token_id": entry.token_id, "logprob": entry.logprob, "top_logprobs": _top_entries(entry.top)}
+
+
+def _top_entries(top: TopLogprobs) -> list[dict[str, Any]]:
+    return [{"token_id": token_id, "logprob": logprob} for token_id, logprob in top]
 
 
 def passed_error(response: Any) -> Any | None:

@@ -3,9 +3,9 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_validators import AfterValidator
 from pydantic_core import PydanticCustomError
 
@@ -13,6 +13,10 @@ from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import SamplingParams
 
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 256
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 100.0
 NO_DRAFTER = "none"
 
 
@@ -27,14 +31,20 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _list_from_text(value: Any) -> Any:
-    """Flat request parameters can't hold lists, so a list may come as JSON text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise PydanticCustomError("not_json", "must be a list of integers, as JSON if it is text") from error
+def _from_text(allowed: str) -> BeforeValidator:
+    """Flat request parameters can't hold lists and objects, so these may come as JSON text."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise PydanticCustomError(
+                "not_json", "must be {allowed}, as JSON if it is text", {"allowed": allowed}
+            ) from error
+
+    return BeforeValidator(read)
 
 
 def _only(*allowed: float | bool) -> AfterValidator:
@@ -49,10 +59,13 @@ def _only(*allowed: float | bool) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _greedy(value: float, info: ValidationInfo) -> float:
-    """Any temperature is greedy under top_k 1, which is validated before."""
-    if value != 0 and info.data.get("top_k") != 1:
-        raise PydanticCustomError("unsupported", "only 0 (greedy decoding) is supported")
+def _temperature(value: float) -> float:
+    if value != 0 and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+        raise PydanticCustomError(
+            "range",
+            "must be 0 (greedy) or {least} to {most}",
+            {"least": f"{LEAST_TEMPERATURE:g}", "most": f"{MOST_TEMPERATURE:g}"},
+        )
     return value
 
 
@@ -65,7 +78,16 @@ Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 StopStrings = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many), Field(max_length=MAX_STOP_STRINGS)
 ]
-TokenIds = Annotated[tuple[Annotated[Integer, Field(ge=0)], ...], BeforeValidator(_list_from_text)]
+TokenIds = Annotated[tuple[Annotated[Integer, Field(ge=0)], ...], _from_text("a list of integers")]
+Biases = Annotated[
+    dict[Annotated[int, Field(ge=0)], Annotated[Number, Field(ge=-100, le=100)]],
+    _from_text("an object of biases by token id"),
+    Field(max_length=MAX_BIASES),
+]
+BadWords = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many), Field(max_length=MAX_BAD_WORDS)
+]
+Share = Annotated[Number, Field(gt=0, le=1)]
 Unsupported = Annotated[Any, BeforeValidator(_absent)]
 
 
@@ -84,26 +106,30 @@ class SamplingFields(BaseModel):
     drafter: Annotated[str, Field(min_length=1)] | None = None
     draft: bool | None = None  # false is short for drafter "none"
     num_draft_tokens: Annotated[Integer, Field(ge=0)] | None = None
-    seed: Integer | None = None  # greedy decoding draws nothing, so any seed is right
+    seed: Annotated[Integer, Field(ge=0, lt=2**64)] | None = None  # greedy decoding draws nothing, so any is right
 
-    top_k: Annotated[Integer, _only(0, -1, 1)] = 0
-    temperature: Annotated[Number, AfterValidator(_greedy)] = 0.0
-    top_p: Annotated[Number, _only(1)] = 1.0
-    min_p: Annotated[Number, _only(0)] = 0.0
-    presence_penalty: Annotated[Number, _only(0)] = 0.0
-    frequency_penalty: Annotated[Number, _only(0)] = 0.0
-    repetition_penalty: Annotated[Number, _only(1)] = 1.0
+    temperature: Annotated[Number, AfterValidator(_temperature)] = 0.0
+    top_k: Annotated[Integer, Field(ge=-1, lt=2**31)] = 0  # 0 and -1: all
+    top_p: Share = 1.0
+    min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    typical_p: Share = 1.0
+    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] = 1.0
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
+    no_repeat_ngram_size: Annotated[Integer, Field(ge=0, le=64)] = 0
+    logit_bias: Biases = Field(default_factory=dict)
+    bad_words: BadWords = ()
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] = 0  # the likeliest tokens beside the chosen one
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
     length_penalty: Annotated[Number, _only(1)] = 1.0
     n: Annotated[Integer, _only(1)] = 1
     best_of: Annotated[Integer, _only(1)] = 1
     beam_width: Annotated[Integer, _only(1)] = 1
     use_beam_search: Annotated[bool, _only(False)] = False
-    logprobs: Annotated[Integer, _only(0, 1)] = 0  # the chosen tokens' come with return_logprobs
     skip_special_tokens: Annotated[bool, _only(True)] = True
-    prompt_logprobs: Unsupported = None
-    logit_bias: Unsupported = None
-    bad_words: Unsupported = None
-    allowed_token_ids: Unsupported = None
     guided_decoding: Unsupported = None
     guided_decoding_guide: Unsupported = None
     guided_decoding_guide_type: Unsupported = None
@@ -148,10 +174,26 @@ def parse_sampling(values: Mapping[str, Any]) -> SamplingParams:
         include_stop=fields.include_stop_str_in_output,
         drafter=NO_DRAFTER if fields.draft is False else fields.drafter,
         num_draft_tokens=fields.num_draft_tokens,
+        temperature=0.0 if fields.top_k == 1 else fields.temperature,  # one token left is the largest logit
+        top_k=max(fields.top_k, 0),
+        top_p=fields.top_p,
+        min_p=fields.min_p,
+        typical_p=fields.typical_p,
+        seed=fields.seed,
+        repetition_penalty=fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty,
+        frequency_penalty=fields.frequency_penalty,
+        no_repeat_ngram_size=fields.no_repeat_ngram_size,
+        logit_bias=tuple(sorted(fields.logit_bias.items())),
+        bad_words=fields.bad_words,
+        allowed_token_ids=fields.allowed_token_ids,
+        num_logprobs=fields.logprobs,
+        logprobs_mode=fields.logprobs_mode,
+        prompt_logprobs=fields.prompt_logprobs,
     )
 
 
 def _explain(item: Any) -> str:
     name, *rest = item["loc"]
-    where = name + "".join(f"[{part}]" for part in rest if isinstance(part, int))
+    where = name + "".join(f"[{part}]" for part in rest if part != "[key]")
     return f"{where}: {item['msg']}, got {repr(item['input'])[:100]}"
