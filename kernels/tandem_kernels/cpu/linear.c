@@ -29,13 +29,16 @@ INLINE void multiply_row(v16 *acc, const v16 *w, float x, int vecs) {
     UNROLL for (int v = 0; v < vecs; v++) acc[v] = fma16(splat(x), w[v], acc[v]);
 }
 
-INLINE void tile(const linear_args *a, const char *panel, long row, long col, int rows, int vecs) {
+// `ahead` bytes further lies what the thread reads next; 0 where the panel itself is read again.
+INLINE void tile(const linear_args *a, const char *panel, long row, long col, int rows, int vecs, long ahead) {
     v16 acc[TILE_ROWS][TILE_VECS] = {};
     v16 w[TILE_VECS];
     const float *x = a->x + row * a->ldx;
     if (a->is_bf16) {
         const uint32_t *words = (const uint32_t *)panel;
         for (long k = 0; k < a->k; k += 2, words += PANEL) {
+            if (ahead)
+                UNROLL for (int v = 0; v < vecs; v++) __builtin_prefetch((const char *)(words + v * LANES) + ahead, 0, 2);
             UNROLL for (int v = 0; v < vecs; v++) w[v] = (v16)(*(const u16_unaligned *)(words + v * LANES) << 16);
             UNROLL for (int r = 0; r < rows; r++) multiply_row(acc[r], w, x[r * a->ldx + k], vecs);
             if (k + 1 == a->k) break;
@@ -71,16 +74,18 @@ static void run_panel(void *context, long task, int thread) {
         long row = a->rows * i / num_tiles, height = a->rows * (i + 1) / num_tiles - row;
         for (long v = 0; v < PANEL / LANES; v += TILE_VECS) {
             long col = task * PANEL + v * LANES;
+            // A lone row takes the memory as fast as it comes; it is only held up by asking twice.
+            long ahead = i + 1 < num_tiles || height == 1 ? 0 : words * PANEL * bytes_per_word;
             const char *part = panel + v * LANES * bytes_per_word;
             switch (height) {
 #if TILE_ROWS > 2
-                case 6: tile(a, part, row, col, 6, TILE_VECS); break;
-                case 5: tile(a, part, row, col, 5, TILE_VECS); break;
-                case 4: tile(a, part, row, col, 4, TILE_VECS); break;
-                case 3: tile(a, part, row, col, 3, TILE_VECS); break;
+                case 6: tile(a, part, row, col, 6, TILE_VECS, ahead); break;
+                case 5: tile(a, part, row, col, 5, TILE_VECS, ahead); break;
+                case 4: tile(a, part, row, col, 4, TILE_VECS, ahead); break;
+                case 3: tile(a, part, row, col, 3, TILE_VECS, ahead); break;
 #endif
-                case 2: tile(a, part, row, col, 2, TILE_VECS); break;
-                default: tile(a, part, row, col, 1, TILE_VECS); break;
+                case 2: tile(a, part, row, col, 2, TILE_VECS, ahead); break;
+                default: tile(a, part, row, col, 1, TILE_VECS, ahead); break;
             }
         }
     }
