@@ -82,6 +82,12 @@ class EngineConfig(BaseModel):
         description="where one JSON line a request goes: off, stdout (Triton server's), or a file",
     )
     log_prompts: bool = Field(default=False, description="the request log tells prompts and whole error messages too")
+    max_graph_rows: int = Field(
+        default=256, ge=0, le=8192, description="CUDA: rows of the largest pass captured as a graph; 0: no graphs"
+    )
+    graph_capture_s: float = Field(
+        default=300.0, gt=0, le=1e6, description="CUDA: time for capturing graphs at load; passes left out are launched"
+    )
     self_test_rows: int = Field(default=96, ge=0, le=4096, description="rows of the exactness self-test; 0: skip it")
 
 

@@ -124,8 +124,8 @@ def test_a_text_that_joint_rounds_changed_ends_the_run(
 ) -> None:
     sound = rounds.choose
 
-    def choose_wrongly_together(logits: torch.Tensor, scheduled: Sequence[Any], trees: Sequence[Any]) -> Any:
-        return sound(-logits if len(scheduled) > 1 else logits, scheduled, trees)
+    def choose_wrongly_together(logits: torch.Tensor, scheduled: Sequence[Any], *others: Any) -> Any:
+        return sound(-logits if len(scheduled) > 1 else logits, scheduled, *others)
 
     monkeypatch.setattr(rounds, "choose", choose_wrongly_together)
     result = run_decode(checkpoint, prompts, "--repeats", 1)

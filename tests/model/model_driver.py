@@ -2,12 +2,13 @@
 """Drives a decoder over sequences by hand: passes of any mix of rows, on a state that is NaN where it is not valid."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.passes import LaunchedPasses, Passes
 from tandem_backend.model.state import KVLayer, ModelState, RecurrentLayer, allocate_state
 from torch import Tensor
 
@@ -41,12 +42,15 @@ class Driver:
     max_len: int
     num_sequences: int = 1
     seed: int = 0
+    make_passes: Callable[[Decoder, ModelState], Passes] = LaunchedPasses
     state: ModelState = field(init=False)
+    passes: Passes = field(init=False)
 
     def __post_init__(self) -> None:
         blocks_each = -(-self.max_len // self.block)
         num_blocks, num_slots = self.num_sequences * blocks_each + 3, self.num_sequences + 2
-        self.state = allocate_state(self.decoder.config, num_blocks, num_slots, self.block)
+        self.state = allocate_state(self.decoder.config, num_blocks, num_slots, self.block, self.decoder.device)
+        self.passes = self.make_passes(self.decoder, self.state)
         for part in _tensors(self.state):
             part.fill_(float("nan"))
         rng = random.Random(self.seed)
@@ -65,18 +69,22 @@ class Driver:
                 for r in passed
             ]
         )
-        result = self.decoder.forward(batch, self.state)
+        result = self.passes.forward(batch)
+        logits = result.logits.clone()  # the next pass may reuse their memory
         if commit:
             paths = [range(len(r.token_ids)) if r.accepted is None else r.accepted for r in passed]
-            self.decoder.commit(result, batch, paths, self.state)
+            self.passes.commit(result, batch, paths)
             for r, path in zip(passed, paths, strict=True):
                 r.seq.prefix_len += len(path)
         counts = [len(r.token_ids if r.logit_rows is None else r.logit_rows) for r in passed]
-        return list(result.logits.split(counts))
+        return list(logits.split(counts))
+
+    def tensors(self) -> list[Tensor]:
+        return _tensors(self.state)
 
     def copy(self) -> "Driver":
         """The same sequences on a state of their own."""
-        other = Driver(self.decoder, self.block, self.max_len, self.num_sequences, self.seed)
+        other = Driver(self.decoder, self.block, self.max_len, self.num_sequences, self.seed, self.make_passes)
         for mine, theirs in zip(_tensors(self.state), _tensors(other.state), strict=True):
             theirs.copy_(mine)
         other.sequences = [replace(seq) for seq in self.sequences]

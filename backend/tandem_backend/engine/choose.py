@@ -28,13 +28,18 @@ class Choice:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # of the tokens after the chunk's rows
 
 
-def choose(logits: Tensor, scheduled: Sequence[ScheduledRows], trees: Sequence[DraftTree | None]) -> list[Choice]:
-    """logits: [rows with logits, vocab] float32; they stay as they are.
+def choose(
+    logits: Tensor,
+    scheduled: Sequence[ScheduledRows],
+    trees: Sequence[DraftTree | None],
+    best: tuple[Tensor, Tensor] | None = None,
+) -> list[Choice]:
+    """logits: [rows with logits, vocab] float32; they stay as they are. best: their argmax, where it is known.
 
     Rows of plain greedy requests cost one argmax over all of them. Those of the others go through the distribution that
     their request asks for, each with the tokens on its own path.
     """
-    token_ids, logprobs = (values.tolist() for values in kernels.argmax(logits))
+    token_ids, logprobs = (values.tolist() for values in best or kernels.argmax(logits))
     choices: list[Choice] = []
     special: list[tuple[int, int, RequestRows]] = []  # whose choice, its first row in the pass, its rows
     end = 0

@@ -36,7 +36,8 @@ from tandem_backend.errors import (
     UnavailableError,
 )
 from tandem_backend.model.decoder import Decoder
-from tandem_backend.model.state import KV_BLOCK, ModelState, allocate_state, block_bytes
+from tandem_backend.model.graphs import GraphLimits, make_passes
+from tandem_backend.model.state import KV_BLOCK, allocate_state, block_bytes
 from tandem_backend.types import EngineCounters, FinishReason, Request, SequenceId, SessionEnd, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,9 @@ class Engine:
         router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
         drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
         state = allocate_state(self.model.config, num_blocks, num_slots, device=self.model.device)
-        self.rounds = RoundRunner(self.model, state, drafting, record_logits)
+        limits = GraphLimits(config.max_graph_rows, self.max_context_len, config.graph_capture_s)
+        self.passes = make_passes(self.model, state, limits)
+        self.rounds = RoundRunner(self.passes, state, drafting, record_logits)
         self.scheduler = Scheduler(
             config,
             self.max_context_len,
@@ -89,9 +92,9 @@ class Engine:
         self._starter = Starter(self.prompts, self.tokenizer, self.limits, self.scheduler, self.rounds)
         self.health = Health(config.max_failed_rounds)
         self._outputs: list[StepOutput] = []
-        self.self_test = self._run_self_test(state, num_blocks)
+        self.self_test = self._run_self_test(num_blocks)
 
-    def _run_self_test(self, state: ModelState, num_blocks: int) -> SelfTestResult | None:
+    def _run_self_test(self, num_blocks: int) -> SelfTestResult | None:
         """None where the configuration skips it. Fails closed: a model that is not exact does not load."""
         if self.config.self_test_rows == 0:
             logger.warning("exactness self-test: skipped (self_test_rows is 0)")
@@ -99,7 +102,7 @@ class Engine:
         if num_blocks < NUM_BLOCKS:
             raise ConfigError(f"kv_cache_bytes: holds {num_blocks} KV blocks; the self-test needs {NUM_BLOCKS}")
         try:
-            result = run_self_test(self.model, state, self.config.self_test_rows)
+            result = run_self_test(self.model, self.rounds.state, self.passes, self.config.self_test_rows)
         except SelfTestError as error:
             logger.critical("exactness self-test: FAILED: %s", error)
             raise

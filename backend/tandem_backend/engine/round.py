@@ -15,7 +15,8 @@ from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.times import PARTS, RoundTimes, Stopwatch
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
-from tandem_backend.model.decoder import Decoder, ForwardResult
+from tandem_backend.model.decoder import ForwardResult
+from tandem_backend.model.passes import Passes
 from tandem_backend.model.state import ModelState
 from tandem_backend.types import EngineCounters, StepOutput
 
@@ -34,9 +35,9 @@ class Step:
 
 @dataclass(slots=True)
 class RoundRunner:
-    """The model, its state and its drafters; knows nothing of queues and sessions."""
+    """The model's passes, its state and its drafters; knows nothing of queues and sessions."""
 
-    model: Decoder
+    passes: Passes
     state: ModelState
     drafting: Drafting
     record_logits: RecordLogits | None = None
@@ -54,12 +55,12 @@ class RoundRunner:
         batch = build_batch([_batch_rows(*item) for item in zip(scheduled, drafted.trees, strict=True)])
         spent.num_rows = batch.num_rows
         spent.host_ms = watch.lap_ms()
-        result = self.model.forward(batch, self.state)
+        result = self.passes.forward(batch)
         spent.verify_ms = watch.lap_ms()
-        choices = choose(result.logits, scheduled, drafted.trees)
+        choices = choose(result.logits, scheduled, drafted.trees, result.best)
         steps = [_accept(*item) for item in zip(scheduled, drafted.trees, choices, strict=True)]
         spent.accept_ms = watch.lap_ms()
-        self.model.commit(result, batch, [step.path for step in steps], self.state)
+        self.passes.commit(result, batch, [step.path for step in steps])
         spent.commit_ms = watch.lap_ms()
         self._observe(scheduled, steps, batch, result)
         self.drafting.learn(drafted, scheduled, [step.accepted for step in steps], spent)
@@ -94,9 +95,7 @@ class RoundRunner:
             sequence, path = rows.generation.sequence, step.path
             start = sequence.num_computed - len(path)
             first, num_rows = batch.starts[i], batch.starts[i + 1] - batch.starts[i]
-            hidden = result.hidden[first : first + len(path)]
-            if any(node != row for row, node in enumerate(path)):
-                hidden = result.hidden[[first + node for node in path]]
+            hidden = result.hidden[[first + node for node in path]]  # a copy: the next pass may reuse the memory
             next_ids = sequence.token_ids[start + 1 : start + 1 + len(path)]
             committed.append(CommittedRows(sequence.slot, start, hidden, next_ids, sequence.block_table))
             num_logits = rows.num_prompt_logits if rows.num_prompt_rows else num_rows
@@ -112,7 +111,7 @@ class RoundRunner:
         nodes = [-1] if rows.num_prompt_rows else step.path[: len(tokens)]
         for n, node in enumerate(nodes):
             index = generation.num_output - len(tokens) + n
-            self.record_logits(generation.request.request_id, index, logits[node])
+            self.record_logits(generation.request.request_id, index, logits[node].clone())
 
 
 def _batch_rows(rows: ScheduledRows, tree: DraftTree | None) -> SequenceRows:

@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem_backend.errors import SelfTestError
 from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.passes import Passes
 from tandem_backend.model.state import ModelState
 
 PLAIN, JOINT, MATE = 0, 1, 2  # slots of the three sequences; each owns two blocks
@@ -28,10 +29,12 @@ class SelfTestResult:
     seconds: float
 
 
-def run_self_test(model: Decoder, state: ModelState, num_rows: int, seed: int = 0) -> SelfTestResult:
-    """Compare about num_rows rows. Raises SelfTestError at the first logits row that differs in a bit."""
+def run_self_test(model: Decoder, state: ModelState, passes: Passes, num_rows: int, seed: int = 0) -> SelfTestResult:
+    """Compare about num_rows rows that `passes` computes with those of launched one-token passes.
+
+    Raises SelfTestError at the first logits row that differs in a bit."""
     begun = time.perf_counter()
-    test = _SelfTest(model, state, random.Random(seed))
+    test = _SelfTest(model, state, passes, random.Random(seed))
     # The prefix ends shortly before a block does, so that trees cross the border.
     prefix_len = max(1, min(num_rows // 2, state.block - 4, model.config.max_position - MAX_NODES - 1))
     prefix = test.tokens(prefix_len)
@@ -44,8 +47,8 @@ def run_self_test(model: Decoder, state: ModelState, num_rows: int, seed: int = 
 
 
 class _SelfTest:
-    def __init__(self, model: Decoder, state: ModelState, rng: random.Random) -> None:
-        self.model, self.state, self.rng = model, state, rng
+    def __init__(self, model: Decoder, state: ModelState, passes: Passes, rng: random.Random) -> None:
+        self.model, self.state, self.passes, self.rng = model, state, passes, rng
         self.num_rows = 0
         for slot in (PLAIN, JOINT, MATE):
             state.clear_slot(slot)
@@ -78,8 +81,8 @@ class _SelfTest:
             if mate_chunk:
                 sequences.insert(0, self.rows(MATE, mate_chunk, mate_done))
             batch = build_batch(sequences)
-            result = self.model.forward(batch, self.state)
-            self.model.commit(result, batch, [range(len(rows.token_ids)) for rows in sequences], self.state)
+            result = self.passes.forward(batch)
+            self.passes.commit(result, batch, [range(len(rows.token_ids)) for rows in sequences])
             self.compare(result.logits[len(mate_chunk) :], plain[done : done + len(chunk)], "a prompt chunk")
             done, mate_done = done + len(chunk), mate_done + len(mate_chunk)
 
@@ -97,28 +100,28 @@ class _SelfTest:
         batch = build_batch(
             [self.rows(MATE, mate[-1:], len(mate) - 1), self.rows(JOINT, token_ids, len(prefix), parents)]
         )
-        result = self.model.forward(batch, self.state)
+        result = self.passes.forward(batch)
+        logits = result.logits[1:].clone()  # the next pass may reuse their memory
         leaves = set(range(num_nodes)) - set(parents)
         leaf = self.rng.choice(sorted(leaves))
         branch = [leaf]
         while parents[branch[0]] >= 0:
             branch.insert(0, parents[branch[0]])
+        # What is kept of the tree must be what the path alone leaves behind.
+        self.passes.commit(result, batch, [[], branch])
         self.reset(PLAIN, prefix)
         plain = self.decode(PLAIN, [token_ids[node] for node in branch], start=len(prefix))
-        self.compare(result.logits[1:][branch], plain, "a draft tree's path")
-        # What is kept of the tree must be what the path alone leaves behind.
-        self.model.commit(result, batch, [[], branch], self.state)
+        self.compare(logits[branch], plain, "a draft tree's path")
         after, end = self.tokens(1), len(prefix) + len(branch)
-        self.compare(
-            torch.stack(self.decode(JOINT, after, end)), self.decode(PLAIN, after, end), "an accepted path's end"
-        )
+        row = self.passes.forward(build_batch([self.rows(JOINT, after, end)])).logits.clone()
+        self.compare(row, self.decode(PLAIN, after, end), "an accepted path's end")
         self.reset(JOINT, prefix)
 
     def reset(self, slot: int, prefix: Sequence[int]) -> None:
         """Bring a sequence back to the prefix, in one chunk."""
         self.state.clear_slot(slot)
         batch = build_batch([self.rows(slot, prefix, 0)])
-        self.model.commit(self.model.forward(batch, self.state), batch, [range(len(prefix))], self.state)
+        self.passes.commit(self.passes.forward(batch), batch, [range(len(prefix))])
 
     def compare(self, rows: Tensor, plain: Sequence[Tensor], what: str) -> None:
         for i, (row, reference) in enumerate(zip(rows, plain, strict=True)):

@@ -55,6 +55,7 @@ class ForwardResult:
     logits: Tensor  # [logit rows, vocab] float32
     hidden: Tensor  # [rows, hidden_size] in the type of rows, after the final norm
     layer_rows: tuple[AttentionRows | DeltaRows, ...]
+    best: tuple[Tensor, Tensor] | None = None  # argmax of the logits and its log-probabilities, on the host
 
 
 class Decoder:
@@ -108,12 +109,16 @@ class Decoder:
     ) -> AcceptedRows:
         """Write what each sequence keeps of the pass: `paths` are local row indices, root first, maybe empty."""
         accepted = accept_rows(batch, paths, state.block).to(self.device)
-        if not len(accepted.slots):
-            return accepted
+        if len(accepted.slots):
+            self.write(result.layer_rows, accepted, state)
+        return accepted
+
+    def write(self, kept: Sequence[AttentionRows | DeltaRows], accepted: AcceptedRows, state: ModelState) -> None:
+        """`commit` with everything on the device: `kept` are a pass's rows by layer."""
         mixers: list[GatedDeltaNet] = []
         delta_rows: list[DeltaRows] = []
         delta_states: list[RecurrentLayer] = []
-        for layer, rows, layer_state in zip(self.layers, result.layer_rows, state.layers, strict=True):
+        for layer, rows, layer_state in zip(self.layers, kept, state.layers, strict=True):
             if isinstance(layer.mixer, Attention):
                 layer.mixer.commit(rows, accepted, layer_state)  # type: ignore[arg-type]
             else:
@@ -122,7 +127,6 @@ class Decoder:
                 delta_states.append(layer_state)  # type: ignore[arg-type]
         if mixers:
             commit_delta_layers(mixers, delta_rows, delta_states, accepted)
-        return accepted
 
     def num_weight_bytes(self) -> int:
         """Bytes of weights that a pass over one row reads."""
