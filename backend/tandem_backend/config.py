@@ -107,7 +107,8 @@ def load_engine_config(path: Path, overrides: Mapping[str, Any] | None = None) -
     for key, value in (overrides or {}).items():
         values[key] = _parse_override(value)
     try:
-        config = EngineConfig.model_validate(values)
+        # By JSON's types, so that no text, bool or fraction passes for a whole number.
+        config = EngineConfig.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         raise ConfigError(f"{path}: {_explain(error)}") from error
     values = {key: getattr(config, key) for key in EngineConfig.model_fields}

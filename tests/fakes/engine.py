@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tandem_backend.engine.health import Health
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import EngineCounters, FinishReason, Request, SequenceId, StepOutput
 
@@ -39,6 +40,7 @@ class ScriptedEngine:
         self.num_rounds = 0
         self._left: dict[str, list[StepOutput | Exception]] = {}
         self._cancelled: set[str] = set()
+        self.health = Health(max_failed_rounds=3)
 
     def prepare(self, request: Request) -> FakePrepared:
         if not request.prompt.text:

@@ -170,6 +170,7 @@ class InferenceRequest:
         correlation_id: int | str = 0,
         flags: int = 0,
         parameters: dict[str, Any] | None = None,
+        timeout: int = 0,
     ) -> None:
         if any(isinstance(value, float) for value in (parameters or {}).values()):
             raise TritonModelException("Expect parameters values to have type bool/int/str, found type float")
@@ -180,15 +181,16 @@ class InferenceRequest:
         self._request_id = request_id
         self._correlation_id = correlation_id
         self._flags = flags
+        self._timeout_us = timeout
         self._parameters = json.dumps(parameters or {})
 
     @classmethod
     def of(
-        cls, *, sequence_id: int | str = 0, flags: int = 0, parameters: str = "{}", **inputs: Any
+        cls, *, sequence_id: int | str = 0, flags: int = 0, parameters: str = "{}", timeout_us: int = 0, **inputs: Any
     ) -> "InferenceRequest":
         """A request as it reaches a model; text becomes bytes as in Triton, lists become 1-D tensors."""
         tensors = [Tensor(name, _as_tensor(value)) for name, value in inputs.items()]
-        request = cls(correlation_id=sequence_id, flags=flags, inputs=tensors)
+        request = cls(correlation_id=sequence_id, flags=flags, inputs=tensors, timeout=timeout_us)
         request._parameters = parameters
         return request
 
@@ -206,6 +208,9 @@ class InferenceRequest:
 
     def flags(self) -> int:
         return self._flags
+
+    def timeout(self) -> int:
+        return self._timeout_us
 
     def parameters(self) -> str:
         return self._parameters

@@ -145,6 +145,47 @@ def test_an_engine_that_raises_fails_what_runs_and_goes_on(log: list[str]) -> No
     assert [sender.num_finals for sender in (bad, beside, after)] == [1, 1, 1]
 
 
+def test_failures_in_a_row_end_the_loop_and_its_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "REPORT_INTERVAL_S", 0.02)
+    reports: list[float] = []
+    unloaded = threading.Event()
+    harness = Harness({"bad": [ValueError("boom")], "good": [DONE], "endless": ENDLESS})
+    harness.loop = EngineLoop(harness.engine, lambda *_: reports.append(0), on_broken=unloaded.set)
+    harness.loop.start()
+    for _ in range(2):
+        harness.submit("bad").wait()
+    harness.engine.health.went_well()
+    for _ in range(2):
+        harness.submit("bad").wait()
+    harness.submit("good").wait()  # two failures are not three
+    harness.submit("bad").wait()
+    assert unloaded.wait(10)
+    with pytest.raises(UnavailableError, match=r"^the engine failed 3 times in a row; the model must be loaded again$"):
+        harness.submit("endless")
+    num_reports = len(reports)
+    time.sleep(0.2)
+    assert len(reports) <= num_reports + 1  # one may have been on its way
+    harness.loop.stop()
+
+
+def test_requests_on_their_way_to_a_broken_engine_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running({"bad": [ValueError("boom")], "endless": ENDLESS}) as harness:
+        harness.engine.health.max_failed_rounds = 1
+        submitted = threading.Event()
+        abandon = harness.loop._abandon
+
+        def abandon_and_wait(error: Exception) -> None:
+            abandon(error)
+            assert submitted.wait(10)
+
+        monkeypatch.setattr(harness.loop, "_abandon", abandon_and_wait)
+        harness.submit("bad").wait()
+        late = harness.submit("endless")
+        submitted.set()
+        error = late.wait()[0].error()
+        assert (error.code(), late.num_finals) == ("UNAVAILABLE", 1)
+
+
 def test_a_client_that_cannot_be_answered_stops_its_generation() -> None:
     with running({"endless": ENDLESS}) as harness:
         sender = harness.submit("endless", broken_sends=frozenset({1}))

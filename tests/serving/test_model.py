@@ -125,10 +125,10 @@ def test_a_bug_in_front_of_the_engine_is_an_internal_error(
 
 
 def test_unknown_parameters_leave_one_line_in_the_log(model: TritonPythonModel, log: list[str]) -> None:
-    request = InferenceRequest.of(text_input="short", parameters='{"sequence_id": 5, "priority": 1}')
+    request = InferenceRequest.of(text_input="short", parameters='{"sequence_id": 5, "id": 1}')
     model.execute([request])
     request.sender.wait()
-    assert log == ["unknown sampling parameters are ignored: sequence_id, priority"]
+    assert log == ["unknown sampling parameters are ignored: sequence_id, id"]
 
 
 def test_stop_ends_a_running_turn(model: TritonPythonModel) -> None:

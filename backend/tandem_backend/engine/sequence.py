@@ -58,7 +58,7 @@ class Session:
     running: "Generation | None" = None
     num_waiting: int = 0  # turns in the queue
     messages: list[Mapping[str, Any]] | None = None  # the conversation so far, where every turn came as messages
-    last_used_s: float = field(default_factory=time.monotonic)
+    last_used_s: float = field(default_factory=lambda: time.monotonic())
     ends: bool = False  # END was sent: no further turn is taken
 
     @property
@@ -101,7 +101,7 @@ class Generation:
     sampling: RequestSampling
     num_output: int = 0
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # not given out yet
-    started_s: float = field(default_factory=time.monotonic)
+    started_s: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def request(self) -> Request:

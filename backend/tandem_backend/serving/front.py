@@ -109,6 +109,7 @@ class TritonPythonModel:
             flags=ONE_SHOT,
             requested_output_names=[*request.requested_output_names(), ERROR_OUTPUT],
             inputs=request.inputs(),
+            timeout=request.timeout(),
             parameters={**_bls_parameters(request.parameters()), ERROR_PARAMETER: True},
         )
         forwarded = _Forwarded(sequence_id, sender, inner.exec(decoupled=True))

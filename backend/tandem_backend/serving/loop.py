@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from tandem_backend.engine import Engine, PreparedRequest
 
 SWEEP_INTERVAL_S = 5.0
-POLL_INTERVAL_S = 0.1
+# Between two looks at who has cancelled. One costs 0.1 ms a request, so many requests are looked at less often: it must
+# not take more than a twentieth of the sender's time.
+POLL_INTERVAL_S = 0.02
+POLL_SHARE = 20
 REPORT_INTERVAL_S = 1.0
 # After the end of a request: soon, and once for all that end together.
 END_REPORT_DELAY_S = 0.1
@@ -40,15 +43,23 @@ class EngineLoop:
     counters, about once a second and after a request has ended.
     """
 
-    def __init__(self, engine: "Engine", report: Report | None = None, *, stream_interval_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        report: Report | None = None,
+        *,
+        stream_interval_s: float = 0.0,
+        on_broken: Callable[[], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._report = report
+        self._on_broken = on_broken
         self._next_report_s = 0.0 if report else math.inf  # engine thread only
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox = Outbox(stream_interval_s)
-        self._lock = threading.Lock()  # guards _live and _closed
+        self._lock = threading.Lock()  # guards _live and _refusal
         self._live: dict[str, Responder] = {}
-        self._closed = False
+        self._refusal: str | None = None  # why new requests are refused
         self._stopping = threading.Event()
         self._in_engine: set[str] = set()  # engine thread only
         self._cancelling: set[str] = set()  # sender thread only
@@ -78,7 +89,7 @@ class EngineLoop:
     def stop(self, timeout_s: float = 10.0) -> None:
         """Stop both threads and answer what is left with UNAVAILABLE; takes at most `timeout_s`."""
         with self._lock:
-            self._closed = True
+            self._refusal = "the model is being unloaded"
         self._stopping.set()
         self._commands.put(lambda: None)  # wakes the engine thread
         engine_thread, sender_thread = self._threads
@@ -88,8 +99,8 @@ class EngineLoop:
 
     def _register(self, request_id: str, responder: Responder) -> None:
         with self._lock:
-            if self._closed:
-                raise UnavailableError("the model is being unloaded")
+            if self._refusal is not None:
+                raise UnavailableError(self._refusal)
             self._live[request_id] = responder
         self._outbox.open(request_id, is_streaming=responder.is_streaming)
 
@@ -97,7 +108,7 @@ class EngineLoop:
 
     def _run_engine(self) -> None:
         next_sweep = time.monotonic() + SWEEP_INTERVAL_S
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and not self._engine.health.is_broken:
             try:
                 self._take_commands(self._idle_s())
                 if self._engine.has_work():
@@ -111,7 +122,10 @@ class EngineLoop:
                     next_sweep = time.monotonic() + SWEEP_INTERVAL_S
             except Exception as error:
                 log.exception("the engine failed")
+                self._engine.health.failed()
                 self._abandon(error)
+        if not self._stopping.is_set():
+            self._give_up()
 
     def _idle_s(self) -> float:
         """How long the engine thread may wait for a command."""
@@ -164,6 +178,16 @@ class EngineLoop:
                 log.exception("request %s could not be cancelled", request_id)
         self._stopping.wait(FAILURE_PAUSE_S)
 
+    def _give_up(self) -> None:
+        """The engine is broken: answer all that is here, take nothing more, and let the heartbeat stop."""
+        reason = f"the engine failed {self._engine.health.num_failed} times in a row; the model must be loaded again"
+        log.critical(reason)
+        with self._lock:
+            self._refusal = reason
+        self._outbox.call(partial(self._fail_all, UnavailableError(reason)))
+        if self._on_broken is not None:
+            self._on_broken()
+
     # The sender thread.
 
     def _run_sender(self) -> None:
@@ -176,11 +200,17 @@ class EngineLoop:
                     job()
                 except Exception:
                     log.exception("a delivery failed")
-            if time.monotonic() >= next_poll:
+            if (begun := time.monotonic()) >= next_poll:
                 self._poll_cancelled()
-                next_poll = time.monotonic() + POLL_INTERVAL_S
-        for responder in self._snapshot().values():
-            responder.fail(UnavailableError("the model is being unloaded"))
+                now = time.monotonic()
+                next_poll = now + max(POLL_INTERVAL_S, POLL_SHARE * (now - begun))
+        self._fail_all(UnavailableError("the model is being unloaded"))
+
+    def _fail_all(self, error: TandemError) -> None:
+        for request_id, responder in self._snapshot().items():
+            responder.fail(error)
+            with self._lock:
+                del self._live[request_id]
 
     def _deliver(self, output: StepOutput) -> None:
         with self._lock:

@@ -49,8 +49,13 @@ class TritonPythonModel:
             self._engine,
             metrics.update if metrics else None,
             stream_interval_s=engine_config.stream_interval_ms / 1e3,
+            on_broken=partial(_unload, args["model_name"]),
         )
         self._loop.start()
+
+    def is_ready(self) -> bool:
+        """Servers from 2026 on ask for it; older ones learn by `_unload`."""
+        return not self._engine.health.is_broken
 
     def execute(self, requests: list[Any]) -> None:
         """Hand the requests to the engine loop; responses follow through their senders."""
@@ -115,3 +120,14 @@ class _Observer:
             self.metrics.end_request(ended)
         if self.log is not None:
             self.log.write(self.request_id, self.sequence_id, self.prompt, ended)
+
+
+def _unload(model_name: str) -> None:
+    """Make the server say that the model isn't ready: it would otherwise until the next load (seen with 2.51).
+
+    Only servers with explicit model control let a model do so, `tandem serve` among them.
+    """
+    try:
+        pb_utils.unload_model(model_name)
+    except Exception as error:
+        pb_utils.Logger.log_error(f"{model_name} is broken and could not be unloaded: {error}")

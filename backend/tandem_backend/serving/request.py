@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.serving.sampling import parse_sampling, unknown_names
+from tandem_backend.serving.urgency import Urgency, take_urgency
 from tandem_backend.types import Prompt, Request, SequenceId
 
 FLAG_SEQUENCE_START = 1
@@ -63,6 +64,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         return Parsed(request=None, sequence_id=sequence_id)
     prompt = _parse_prompt(inputs)
     values, ignored = _collect_sampling(inputs, _parameters(request))
+    urgency = take_urgency(values, request.timeout())
     flags = request.flags() if sequence_id is not None else 0
     parsed = Request(
         request_id=request_id,
@@ -71,6 +73,8 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         sequence_id=sequence_id,
         sequence_start=bool(flags & FLAG_SEQUENCE_START),
         sequence_end=bool(flags & FLAG_SEQUENCE_END),
+        priority=urgency.priority,
+        timeout_ms=urgency.timeout_ms,
     )
     options = _parse_options(inputs, prompt)
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
@@ -139,7 +143,7 @@ def _collect_sampling(inputs: Mapping[str, Any], parameters: str) -> tuple[dict[
     }
     values.update(_read(inputs, "sampling_parameters", _json_object, {}))
     strict = values.pop("strict", False) in (True, "true", "True", 1, "1")
-    ignored = unknown_names(values)
+    ignored = [name for name in unknown_names(values) if name not in Urgency.model_fields]
     if strict and ignored:
         raise InvalidRequestError(f"strict: unknown sampling parameters: {', '.join(ignored)}")
     for name in ignored:

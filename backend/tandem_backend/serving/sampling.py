@@ -3,7 +3,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.functional_validators import AfterValidator
@@ -18,6 +18,8 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 100.0
 NO_DRAFTER = "none"
+
+Fields = TypeVar("Fields", bound=BaseModel)
 
 
 def _no_bool(value: Any) -> Any:
@@ -157,14 +159,8 @@ def unknown_names(values: Mapping[str, Any]) -> list[str]:
 
 
 def parse_sampling(values: Mapping[str, Any]) -> SamplingParams:
-    """Check `values` (known names only; None means absent) and build the engine's parameters.
-
-    Raises InvalidRequestError naming each wrong field, what is allowed and what was sent.
-    """
-    try:
-        fields = SamplingFields.model_validate({name: value for name, value in values.items() if value is not None})
-    except ValidationError as error:
-        raise InvalidRequestError("; ".join(_explain(item) for item in error.errors())) from error
+    """Check `values` (known names only) and build the engine's parameters. Raises as `validated` does."""
+    fields = validated(SamplingFields, values)
     return SamplingParams(
         max_tokens=fields.max_tokens,
         min_tokens=fields.min_tokens,
@@ -191,6 +187,17 @@ def parse_sampling(values: Mapping[str, Any]) -> SamplingParams:
         logprobs_mode=fields.logprobs_mode,
         prompt_logprobs=fields.prompt_logprobs,
     )
+
+
+def validated(model: type[Fields], values: Mapping[str, Any]) -> Fields:
+    """`values` as a `model`; None means absent.
+
+    Raises InvalidRequestError naming each wrong field, what is allowed and what was sent.
+    """
+    try:
+        return model.model_validate({name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        raise InvalidRequestError("; ".join(_explain(item) for item in error.errors())) from error
 
 
 def _explain(item: Any) -> str:
