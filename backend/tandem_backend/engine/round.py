@@ -90,19 +90,23 @@ class RoundRunner:
         self, scheduled: Sequence[ScheduledRows], steps: Sequence[Step], batch: RowBatch, result: ForwardResult
     ) -> None:
         """Show the drafters what was committed, and the recorder which logits chose each token."""
-        committed, first_logit = [], 0
+        observed: list[ScheduledRows] = []
+        committed: list[CommittedRows] = []
+        first_logit = 0
         for i, (rows, step) in enumerate(zip(scheduled, steps, strict=True)):
             sequence, path = rows.generation.sequence, step.path
             start = sequence.num_computed - len(path)
             first, num_rows = batch.starts[i], batch.starts[i + 1] - batch.starts[i]
-            hidden = result.hidden[[first + node for node in path]]  # a copy: the next pass may reuse the memory
-            next_ids = sequence.token_ids[start + 1 : start + 1 + len(path)]
-            committed.append(CommittedRows(sequence.slot, start, hidden, next_ids, sequence.block_table))
+            if rows.generation.drafters:
+                hidden = _rows_of(result.hidden[first : first + num_rows], path)
+                next_ids = sequence.token_ids[start + 1 : start + 1 + len(path)]
+                observed.append(rows)
+                committed.append(CommittedRows(sequence.slot, start, hidden, next_ids, sequence.block_table))
             num_logits = rows.num_prompt_logits if rows.num_prompt_rows else num_rows
             if self.record_logits is not None and step.output is not None:
                 self._record(rows, step, result.logits[first_logit : first_logit + num_logits])
             first_logit += num_logits
-        self.drafting.observe(scheduled, committed)
+        self.drafting.observe(observed, committed)
 
     def _record(self, rows: ScheduledRows, step: Step, logits: Tensor) -> None:
         assert self.record_logits is not None
@@ -112,6 +116,13 @@ class RoundRunner:
         for n, node in enumerate(nodes):
             index = generation.num_output - len(tokens) + n
             self.record_logits(generation.request.request_id, index, logits[node].clone())
+
+
+def _rows_of(hidden: Tensor, path: Sequence[int]) -> Tensor:
+    """Rows `path` of hidden, copied: the next pass may reuse the memory."""
+    if all(node == row for row, node in enumerate(path)):
+        return hidden[: len(path)].clone()
+    return hidden[list(path)]
 
 
 def _batch_rows(rows: ScheduledRows, tree: DraftTree | None) -> SequenceRows:

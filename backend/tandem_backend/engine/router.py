@@ -18,7 +18,7 @@ from tandem_backend.errors import ConfigError
 
 # Measured with the bundled model on two cores (tandem bench verify-curve); a machine's speed is learned as a factor.
 DEFAULT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-DEFAULT_MS = (0.78, 0.83, 0.95, 1.06, 1.40, 1.73, 2.44, 3.10, 4.43, 5.84, 8.41, 10.96)
+DEFAULT_MS = (0.65, 0.68, 0.78, 0.92, 1.25, 1.54, 2.20, 2.85, 4.16, 5.43, 7.86, 10.57)
 
 
 # A row must promise more than it costs: probabilities are estimates, and the host works for each node too.

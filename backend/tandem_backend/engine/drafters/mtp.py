@@ -25,6 +25,7 @@ class _Track:
     """What is known of one sequence: KV for `num_written` positions, then rows that wait."""
 
     num_written: int = 0
+    num_pending: int = 0
     pending: list[CommittedRows] = field(default_factory=list)
     output: Tensor | None = None  # [1, hidden_size], at the last written position
 
@@ -32,9 +33,15 @@ class _Track:
     def num_rows(self) -> int:
         return self.num_written + self.num_pending
 
-    @property
-    def num_pending(self) -> int:
-        return sum(len(rows.next_token_ids) for rows in self.pending)
+    def wait(self, rows: CommittedRows) -> None:
+        self.pending.append(rows)
+        self.num_pending += len(rows.next_token_ids)
+
+    def written(self, output: Tensor) -> None:
+        """All waiting rows are; output: [1, hidden_size] at the last of them."""
+        self.num_written += self.num_pending
+        self.num_pending, self.output = 0, output
+        self.pending.clear()
 
 
 @dataclass(slots=True)
@@ -91,7 +98,7 @@ class MtpDrafter:
             track = self._tracks.get(item.key)
             if track is None or track.num_rows != item.start:
                 continue  # rows before these were never seen: this sequence can't be drafted for
-            track.pending.append(item)
+            track.wait(item)
             if len(item.next_token_ids) >= PROMPT_ROWS or track.num_pending >= MAX_PENDING_ROWS:
                 full.append(track)
         self._write_pending(full)
@@ -142,9 +149,7 @@ class MtpDrafter:
         out = self.head.forward(hidden, rows, self.kv, memory)
         self.head.store(memory, places, self.kv)
         for track, end in zip(tracks, ends, strict=True):
-            track.num_written += track.num_pending
-            track.pending.clear()
-            track.output = out[end - 1 : end]
+            track.written(out[end - 1 : end])
 
     def _grow(self, drafts: Sequence[_Draft], hidden: Tensor) -> None:
         """Expand the drafts depth by depth, all sequences in one pass; hidden is the outputs at the anchors."""
