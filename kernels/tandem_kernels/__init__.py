@@ -5,7 +5,7 @@ from tandem_kernels.argmax import argmax
 from tandem_kernels.attention import attention, store_kv
 from tandem_kernels.causal_conv import causal_conv, update_conv_state
 from tandem_kernels.cpu import set_num_threads
-from tandem_kernels.device import find_device, row_dtype
+from tandem_kernels.device import find_device, free_bytes, row_dtype
 from tandem_kernels.embed import embed
 from tandem_kernels.gate_mul import gate_mul
 from tandem_kernels.gated_delta import gated_delta, gated_delta_commit
@@ -48,6 +48,7 @@ __all__ = [
     "embed",
     "filter_logits",
     "find_device",
+    "free_bytes",
     "gate_mul",
     "gated_delta",
     "gated_delta_commit",

@@ -36,6 +36,11 @@ def row_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" or IS_INTERPRETED else torch.float32
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of the device that nobody has taken; None for the CPU, whose memory others share and swap."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+
+
 def runs_on_gpu(tensor: Tensor) -> bool:
     """Whether ops on the tensor are the Triton kernels."""
     return tensor.is_cuda or IS_INTERPRETED

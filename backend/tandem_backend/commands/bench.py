@@ -2,6 +2,7 @@
 """`tandem bench`: speed on this machine. Every figure that is compared with another comes from the same run."""
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,6 +129,43 @@ def verify_curve(checkpoint: Path, repeats: int, out: Path | None) -> None:
         return table(["rows", "ms"], [[str(row["rows"]), row["milliseconds"]] for row in result["rows"]])
 
     _report(_measured(lambda: measure_verify_curve(checkpoint, repeats, num_usable_cores())), render, out)
+
+
+@bench.command()
+@click.option("--shape", type=click.Choice(["qwen3.5-4b", "qwen3.5-9b", "qwen3.5-27b"]), help="With random weights.")
+@click.option("--checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Instead of a shape.")
+@click.option("--repeats", type=click.IntRange(min=1), default=31, show_default=True, help="Figures are medians.")
+@click.option("--json", "json_file", type=_NEW_FILE, callback=_in_a_folder, help="Write the result here too.")
+@click.option("--png", "png_file", type=_NEW_FILE, callback=_in_a_folder, help="Draw it here; needs matplotlib.")
+def gpu(
+    shape: str | None, checkpoint: Path | None, repeats: int, json_file: Path | None, png_file: Path | None
+) -> None:
+    """A step on a CUDA device, beside the time of reading the weights.
+
+    By rows: a captured pass, its share of the copy-rate floor, and the price of exactness, which is its time over that
+    of the same engine on cuBLAS and SDPA. Then prefill, longer contexts, attention alone, and a round with the host.
+    """
+    from tandem_backend.benchmarks.gpu_report import draw_gpu, render_gpu
+
+    if (shape is None) == (checkpoint is None):
+        raise click.UsageError("give either --shape or --checkpoint")
+    result = _measured(lambda: _measure_gpu(shape, checkpoint, repeats))
+    _report(result, render_gpu, json_file)
+    if png_file is not None:
+        draw_gpu(result, png_file)
+
+
+def _measure_gpu(shape: str | None, checkpoint: Path | None, repeats: int) -> dict[str, Any]:
+    from tandem_backend.benchmarks.gpu import GpuBench
+    from tandem_backend.benchmarks.shapes import write_shape
+
+    if checkpoint is not None:
+        return GpuBench(checkpoint, random_weights=False, repeats=repeats, say=_say).run()
+    assert shape is not None, "checked by the command"
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / shape
+        directory.mkdir()
+        return GpuBench(write_shape(shape, directory), random_weights=True, repeats=repeats, say=_say).run()
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,7 @@ from tandem_backend.engine.drafters.build import plan_drafters
 from tandem_backend.engine.drafting import Drafting
 from tandem_backend.engine.health import Health
 from tandem_backend.engine.limits import Limits
+from tandem_backend.engine.memory import MemoryPlan
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.queue import RequestQueue, Waiting
@@ -24,17 +25,17 @@ from tandem_backend.engine.round import RecordLogits, RoundRunner
 from tandem_backend.engine.router import Router, load_verify_curve
 from tandem_backend.engine.sampling.request import fresh_seed
 from tandem_backend.engine.scheduler import Scheduler
-from tandem_backend.engine.self_test import NUM_BLOCKS, NUM_SLOTS, SelfTestResult, run_self_test
+from tandem_backend.engine.self_test import NUM_BLOCKS, NUM_SLOTS, self_test_at_load
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Session
 from tandem_backend.engine.start import Starter
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import (
     ConfigError,
     InternalError,
-    SelfTestError,
     TandemError,
     UnavailableError,
 )
+from tandem_backend.model.checkpoint import Weights
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.graphs import GraphLimits, make_passes
 from tandem_backend.model.state import KV_BLOCK, allocate_state, block_bytes
@@ -52,15 +53,16 @@ class Engine:
         *,
         extra_drafters: Mapping[str, Drafter] | None = None,
         record_logits: RecordLogits | None = None,
+        weights: Weights | None = None,
     ) -> None:
         """Load the checkpoint and its drafters, allocate state, run the self-test. Raises ConfigError, CheckpointError.
 
         extra_drafters are asked beside the configured ones by requests that name them; record_logits sees the logits
-        row that chose each output token.
+        row that chose each output token; weights take the place of the checkpoint's own.
         """
         kernels.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
-        self.model = Decoder(config.checkpoint, _find_device(config.device))
+        self.model = Decoder(config.checkpoint, _find_device(config.device), weights)
         self.tokenizer = Tokenizer(config.checkpoint) if has_tokenizer(config.checkpoint) else None
         self.max_context_len = config.max_context_len or self.model.config.max_position
         longest = self.model.config.max_position
@@ -71,12 +73,15 @@ class Engine:
         num_slots = max(config.max_active + config.max_sessions, NUM_SLOTS)
         self._block_bytes = block_bytes(self.model.config, device=self.model.device) + plan.block_bytes()
         num_blocks = self._num_blocks(num_slots)
+        self.memory = MemoryPlan.of(self.model, self._block_bytes, num_blocks, num_slots)
+        self.memory.check(self.model)
         drafters = {**plan.build(num_blocks, num_slots), **(extra_drafters or {})}
         router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
         drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
         state = allocate_state(self.model.config, num_blocks, num_slots, device=self.model.device)
         limits = GraphLimits(config.max_graph_rows, self.max_context_len, config.graph_capture_s)
         self.passes = make_passes(self.model, state, limits)
+        self._graph_bytes = self.passes.num_bytes()
         self.rounds = RoundRunner(self.passes, state, drafting, record_logits)
         self.scheduler = Scheduler(
             config,
@@ -92,22 +97,7 @@ class Engine:
         self._starter = Starter(self.prompts, self.tokenizer, self.limits, self.scheduler, self.rounds)
         self.health = Health(config.max_failed_rounds)
         self._outputs: list[StepOutput] = []
-        self.self_test = self._run_self_test(num_blocks)
-
-    def _run_self_test(self, num_blocks: int) -> SelfTestResult | None:
-        """None where the configuration skips it. Fails closed: a model that is not exact does not load."""
-        if self.config.self_test_rows == 0:
-            logger.warning("exactness self-test: skipped (self_test_rows is 0)")
-            return None
-        if num_blocks < NUM_BLOCKS:
-            raise ConfigError(f"kv_cache_bytes: holds {num_blocks} KV blocks; the self-test needs {NUM_BLOCKS}")
-        try:
-            result = run_self_test(self.model, self.rounds.state, self.passes, self.config.self_test_rows)
-        except SelfTestError as error:
-            logger.critical("exactness self-test: FAILED: %s", error)
-            raise
-        logger.info("exactness self-test: %d rows bit-equal in %.2f s", result.num_rows, result.seconds)
-        return result
+        self.self_test = self_test_at_load(self.model, state, self.passes, config.self_test_rows)
 
     def _num_blocks(self, num_slots: int) -> int:
         """Blocks that kv_cache_bytes pays for; never more than all sequences could fill."""
@@ -185,6 +175,9 @@ class Engine:
             "kv_cache_used_bytes": (s.blocks.size - s.blocks.num_free) * self._block_bytes,
             "num_slots": s.slots.size,
             "num_free_slots": s.slots.num_free,
+            "weight_bytes": self.memory.weights,
+            "state_bytes": self.memory.states,
+            "graph_bytes": self._graph_bytes,
             "self_test_passed": int(self.self_test is not None),  # 0: skipped; an engine that fails it does not load
             "self_test_seconds": self.self_test.seconds if self.self_test is not None else 0.0,
             "self_test_rows": self.self_test.num_rows if self.self_test is not None else 0,

@@ -4,6 +4,7 @@
 It runs on the real weights and the real state memory, before any request.
 """
 
+import logging
 import random
 import time
 from collections.abc import Sequence
@@ -12,11 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tandem_backend.engine.linear_test import compare_linears
 from tandem_backend.errors import SelfTestError
 from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.passes import Passes
 from tandem_backend.model.state import ModelState
+
+logger = logging.getLogger(__name__)
 
 PLAIN, JOINT, MATE = 0, 1, 2  # slots of the three sequences; each owns two blocks
 NUM_SLOTS, NUM_BLOCKS = 3, 6
@@ -27,6 +31,29 @@ MAX_NODES = 12
 class SelfTestResult:
     num_rows: int  # rows whose logits were compared
     seconds: float
+    num_linear_rows: int = 0  # rows of single linear layers that were compared
+
+
+def self_test_at_load(model: Decoder, state: ModelState, passes: Passes, num_rows: int) -> SelfTestResult | None:
+    """None where num_rows is 0. Fails closed: a model that is not exact does not load."""
+    if num_rows == 0:
+        logger.warning("exactness self-test: skipped (self_test_rows is 0)")
+        return None
+    begun = time.perf_counter()
+    try:
+        num_linear_rows = compare_linears(model.packed_weights(), model.device)
+        num_rows = run_self_test(model, state, passes, num_rows).num_rows
+    except SelfTestError as error:
+        logger.critical("exactness self-test: FAILED: %s", error)
+        raise
+    result = SelfTestResult(num_rows, time.perf_counter() - begun, num_linear_rows)
+    logger.info(
+        "exactness self-test: %d rows of the model and %d of its linear layers bit-equal in %.2f s",
+        result.num_rows,
+        result.num_linear_rows,
+        result.seconds,
+    )
+    return result
 
 
 def run_self_test(model: Decoder, state: ModelState, passes: Passes, num_rows: int, seed: int = 0) -> SelfTestResult:

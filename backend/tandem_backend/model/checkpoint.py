@@ -3,6 +3,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -13,6 +14,18 @@ from tandem_backend.model.config import read_json
 # Parts of a checkpoint that the decoder does not use; an unknown tensor outside them is refused.
 SKIPPED_PREFIXES = ("mtp.", "model.visual.", "visual.")
 SKIPPED_SUFFIXES = (".rotary_emb.inv_freq",)
+
+
+class Weights(Protocol):
+    """Where tensors come from."""
+
+    directory: Path  # for messages
+
+    def names(self) -> list[str]: ...
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+
+    def refuse_unused(self) -> None: ...
 
 
 class Checkpoint:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import tandem_kernels as kernels
 import torch
-from tandem_kernels import TreePlan
+from tandem_kernels import PackedWeight, TreePlan
 from tandem_kernels.device import CPU
 from torch import Tensor
 
 from tandem_backend.model.batch import AcceptedRows, RowBatch, accept_rows
-from tandem_backend.model.checkpoint import Checkpoint
+from tandem_backend.model.checkpoint import Checkpoint, Weights
 from tandem_backend.model.config import ModelConfig, load_model_config
 from tandem_backend.model.layers import (
     MLP,
@@ -61,11 +61,12 @@ class ForwardResult:
 class Decoder:
     """A target model. Weights are packed tensor by tensor from the memory-mapped file, so nothing is held twice."""
 
-    def __init__(self, checkpoint_dir: Path, device: torch.device = CPU) -> None:
+    def __init__(self, checkpoint_dir: Path, device: torch.device = CPU, weights: Weights | None = None) -> None:
+        """The checkpoint's config.json says what the weights are; `weights` are where they come from, if elsewhere."""
         self.config: ModelConfig = load_model_config(checkpoint_dir)
         self.device = device
-        checkpoint = Checkpoint(checkpoint_dir)
-        reader = WeightReader(checkpoint, self.config, device)
+        self.weights: Weights = weights if weights is not None else Checkpoint(checkpoint_dir)
+        reader = WeightReader(self.weights, self.config, device)
         c = self.config
         tables = kernels.rope_tables(c.max_position, c.rotary_dim, c.rope_theta, c.rope_scaling)
         self.rope = RopeTables(*(table.to(device) for table in tables))
@@ -73,7 +74,7 @@ class Decoder:
         self.layers = [self._layer(reader, i) for i in range(c.num_layers)]
         self.final_norm = reader.final_norm()
         self.head = kernels.pack_weight(reader.head())
-        checkpoint.refuse_unused()
+        self.weights.refuse_unused()
 
     def _layer(self, reader: WeightReader, index: int) -> DecoderLayer:
         name = reader.layer(index)
@@ -128,7 +129,10 @@ class Decoder:
         if mixers:
             commit_delta_layers(mixers, delta_rows, delta_states, accepted)
 
+    def packed_weights(self) -> list[PackedWeight]:
+        """Of all linear layers, the head last."""
+        return [*(w for layer in self.layers for w in (*layer.mixer.weights(), *layer.mlp.weights())), self.head]
+
     def num_weight_bytes(self) -> int:
         """Bytes of weights that a pass over one row reads."""
-        packed = [w for layer in self.layers for w in (*layer.mixer.weights(), *layer.mlp.weights())]
-        return sum(w.num_bytes for w in [*packed, self.head])
+        return sum(weight.num_bytes for weight in self.packed_weights())

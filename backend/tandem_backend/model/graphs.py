@@ -99,7 +99,7 @@ class GraphLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
+class CapturedPass:
     batch: StaticBatch
     accepted: StaticAccepted
     forward: Callable[[], None]
@@ -125,10 +125,10 @@ class GraphPasses:
         self._host_best = recorder.host_ints(2 * MAX_LOGIT_ROWS).view(2, MAX_LOGIT_ROWS)
         self._captured = self._capture(buckets, limits.max_seconds)
         self._rows = sorted({bucket.rows for bucket in self._captured})
-        self._last: _Captured | None = None
+        self.last: CapturedPass | None = None  # of the last pass; None: it was launched
 
     def forward(self, batch: RowBatch, meanwhile: Callable[[], None] = nothing) -> ForwardResult:
-        captured = self._last = self._fit(batch)
+        captured = self.last = self._fit(batch)
         if captured is None:
             return self.launched.forward(batch, meanwhile)
         captured.batch.fill(batch)
@@ -138,7 +138,7 @@ class GraphPasses:
         return self._result(batch, captured.batch.bucket)
 
     def commit(self, result: ForwardResult, batch: RowBatch, paths: Paths) -> None:
-        captured = self._last
+        captured = self.last
         if captured is None:
             self.launched.commit(result, batch, paths)
             return
@@ -159,7 +159,7 @@ class GraphPasses:
             logits, best = self._logits[chosen.to(self._logits.device)], self._host_best[:, chosen]
         return ForwardResult(logits, self._hidden[: batch.num_rows], (), (best[0], best[1].view(torch.float32)))
 
-    def _fit(self, batch: RowBatch) -> _Captured | None:
+    def _fit(self, batch: RowBatch) -> CapturedPass | None:
         if num_logit_rows(batch) > MAX_LOGIT_ROWS or len(batch.sequences) > MAX_LOGIT_ROWS:
             return None
         blocks = needed_blocks(batch, self.state.block)
@@ -169,9 +169,9 @@ class GraphPasses:
                     return captured
         return None
 
-    def _capture(self, buckets: Sequence[Bucket], max_seconds: float) -> dict[Bucket, _Captured]:
+    def _capture(self, buckets: Sequence[Bucket], max_seconds: float) -> dict[Bucket, CapturedPass]:
         begun = time.perf_counter()
-        captured: dict[Bucket, _Captured] = {}
+        captured: dict[Bucket, CapturedPass] = {}
         for bucket in buckets:
             if time.perf_counter() - begun > max_seconds:
                 logger.warning("capturing took %.0f s: %d of %d passes are left out", max_seconds,
@@ -180,7 +180,7 @@ class GraphPasses:
             captured[bucket] = self._capture_bucket(bucket)
         return dict(sorted(captured.items()))
 
-    def _capture_bucket(self, bucket: Bucket) -> _Captured:
+    def _capture_bucket(self, bucket: Bucket) -> CapturedPass:
         batch = StaticBatch(bucket, self._ints[0], self._device_ints[0])
         accepted = StaticAccepted(bucket, self._ints[1], self._device_ints[1])
         layer_rows: list[tuple[AttentionRows | DeltaRows, ...]] = [()]
@@ -202,7 +202,7 @@ class GraphPasses:
             self.decoder.write(layer_rows[0], accepted.accepted, self.state)
 
         # Commit reads what forward left in the recorder's memory, so nothing may be recorded between the two.
-        return _Captured(batch, accepted, self.recorder.record(forward), self.recorder.record(commit))
+        return CapturedPass(batch, accepted, self.recorder.record(forward), self.recorder.record(commit))
 
 
 def make_passes(decoder: Decoder, state: ModelState, limits: GraphLimits) -> Passes:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem_backend.errors import CheckpointError
-from tandem_backend.model.checkpoint import Checkpoint
+from tandem_backend.model.checkpoint import Weights
 from tandem_backend.model.config import DeltaConfig, ModelConfig
 
 
@@ -23,7 +23,7 @@ class Layout:
 class WeightReader:
     """Reads the decoder's weights by role onto a device; every shape is checked against the config."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, checkpoint: Weights, config: ModelConfig, device: torch.device) -> None:
         self.checkpoint, self.config, self.device = checkpoint, config, device
         self.layout = LAYOUTS[config.family.layout]
         self._embedding: Tensor | None = None  # on a device it is kept once: a tied head is the same memory

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tandem_backend.errors import CheckpointError
 from tandem_backend.model.batch import PackedRows, pack_ints
-from tandem_backend.model.checkpoint import Checkpoint
+from tandem_backend.model.checkpoint import Weights
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.layers import MLP, Attention, AttentionRows
 from tandem_backend.model.layout import WeightReader
@@ -60,7 +60,7 @@ def mtp_rows(
 class MtpHead:
     """Weights and the pass. `vocab` bounds the token ids it drafts (byte-pair ids are ordered by frequency); 0: all."""
 
-    def __init__(self, decoder: Decoder, checkpoint: Checkpoint, vocab: int) -> None:
+    def __init__(self, decoder: Decoder, checkpoint: Weights, vocab: int) -> None:
         config = decoder.config
         if config.num_mtp_layers != 1:
             raise CheckpointError(

@@ -10,7 +10,6 @@ from tandem_backend.engine.drafters.lookup import LookupDrafter
 from tandem_backend.engine.drafters.mtp import MtpDrafter
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import CheckpointError, ConfigError
-from tandem_backend.model.checkpoint import Checkpoint
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.mtp import MtpHead
 from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer, allocate_state, block_bytes
@@ -67,7 +66,7 @@ def plan_drafters(config: EngineConfig, target: Decoder, tokenizer: Tokenizer | 
         raise ConfigError("draft_model: the directory and 'draft_model' in drafters belong together; one is missing")
     head = None
     if "mtp" in names:
-        head = MtpHead(target, Checkpoint(config.checkpoint), config.draft_vocab_size)
+        head = MtpHead(target, target.weights, config.draft_vocab_size)
     draft = _load_draft_model(config, target, tokenizer) if "draft_model" in names else None
     return DrafterPlan(config, names, head, draft)
 

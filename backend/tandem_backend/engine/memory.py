@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine takes of its device's memory, and whether that fits."""
+
+from dataclasses import dataclass
+
+import tandem_kernels as kernels
+
+from tandem_backend.errors import ConfigError
+from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.state import slot_bytes
+
+RESERVED_BYTES = 2 << 30  # for captured passes and what launched ones need while they run
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by use. Captured passes come on top, measured once they exist."""
+
+    weights: int
+    kv: int  # blocks of the target's and the drafters' KV
+    states: int  # recurrent slots
+
+    @classmethod
+    def of(cls, model: Decoder, bytes_a_block: int, num_blocks: int, num_slots: int) -> "MemoryPlan":
+        states = num_slots * slot_bytes(model.config, model.device)
+        return cls(model.num_weight_bytes(), num_blocks * bytes_a_block, states)
+
+    def check(self, model: Decoder) -> None:
+        """Raises ConfigError where KV and states don't fit beside the weights, which are loaded already."""
+        free = kernels.free_bytes(model.device)
+        if free is not None and self.kv + self.states + RESERVED_BYTES > free:
+            raise ConfigError(
+                f"kv_cache_bytes, max_active, max_sessions: {_gib(self.kv)} of KV and {_gib(self.states)} of recurrent "
+                f"state do not fit into the {_gib(free)} that {_gib(self.weights)} of weights leave of {model.device}, "
+                f"with {_gib(RESERVED_BYTES)} kept for passes"
+            )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"
