@@ -188,7 +188,7 @@ def test_an_engine_with_the_bug_does_not_load(
     mutation: Mutation, hybrid: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     mutation(monkeypatch)
-    with pytest.raises(SelfTestError, match="differs from one-token decoding"):
+    with pytest.raises(SelfTestError, match=r"differs from one-token decoding|gives other bits"):
         EngineDriver(engine_config(hybrid, self_test_rows=96))
     assert "exactness self-test: FAILED" in caplog.text
 

@@ -48,10 +48,10 @@ def self_test_at_load(model: Decoder, state: ModelState, passes: Passes, num_row
         raise
     result = SelfTestResult(num_rows, time.perf_counter() - begun, num_linear_rows)
     logger.info(
-        "exactness self-test: %d rows of the model and %d of its linear layers bit-equal in %.2f s",
+        "exactness self-test: %d rows bit-equal in %.2f s, %d of linear layers alone",
         result.num_rows,
-        result.num_linear_rows,
         result.seconds,
+        result.num_linear_rows,
     )
     return result
 
