@@ -156,7 +156,7 @@ def attention_layer_by_ops(
     query_dim, kv_dim = layer.heads * layer.dim, layer.kv_heads * layer.dim
     key_start = 2 * query_dim if layer.is_gated else query_dim
     first = keys.shape[0] - x.shape[0]
-    projected = linear(rms_norm(x, layer.norm, layer.eps), layer.input)
+    projected = linear(rms_norm(x, layer.norm, layer.eps), layer.input).to(row_dtype(x.device))
     args = (layer.eps, layer.cos, layer.sin, positions, layer.dim)
     q = rope(projected[:, :query_dim], layer.q_norm, *args)
     keys[first:] = rope(projected[:, key_start : key_start + kv_dim], layer.k_norm, *args)
@@ -217,7 +217,7 @@ def delta_layer_by_ops(
     """`delta_layer` op by op, with the same bits."""
     gate_start = layer.channels
     ab_start = gate_start + layer.value_heads * layer.dv
-    projected = linear(rms_norm(x, layer.norm, layer.eps), layer.input)
+    projected = linear(rms_norm(x, layer.norm, layer.eps), layer.input).to(row_dtype(x.device))
     qkv = causal_conv(projected, conv_state, layer.conv, parents, row_slots)
     ab = projected[:, ab_start:]
     mixed = gated_delta(qkv, ab, layer.a_log, layer.dt_bias, delta_state, slots, seq_starts, parents, layer.key_heads)

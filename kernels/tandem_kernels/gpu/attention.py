@@ -1,0 +1,427 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Paged tree attention by fixed blocks of KEY_BLOCK positions, whatever the cache's pages are.
+
+A block's partial result (maximum, row sum, weighted values) depends on the row and the block alone; partials merge in
+block order. Rows of one sequence share a tile: the keys of blocks below the prefix's end are the same for all. So are
+those of this pass for rows that follow their chain's first row; any other row reads its keys by its own list of
+ancestors.
+
+The softmax row sum is a product with ones on the tensor cores: a plain sum's order would follow the register layout.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.gpu.language import ACCUMULATOR, cast, contiguous_rows, dot, launch, next_power_of_2, sigmoid
+from tandem_kernels.gpu.trees import plan_trees
+from tandem_kernels.tree_plan import TreePlan
+
+KEY_BLOCK = tl.constexpr(256)  # positions of a partial: part of the arithmetic
+KEY_TILE = tl.constexpr(64)  # of them at a time: part of the arithmetic
+OWN_BLOCKS = tl.constexpr(2)  # that the rows of a draft tree can reach into, from the prefix's last block on
+MERGE_DIMS = 64
+MAX_PARTIALS = 64 * 129  # rows times blocks in scratch at a time: 64 rows at 32k positions
+
+
+@triton.jit
+def _attend(q, k, v, positions, n, scale, maximum, total, values):
+    """Running softmax over one tile of keys [KEY_TILE, dim] at logical positions n."""
+    zeros = tl.zeros((q.shape[0], KEY_TILE), ACCUMULATOR)
+    scores = dot(q, tl.trans(k), zeros).to(tl.float32) * scale
+    scores = tl.where(n[None, :] <= positions[:, None], scores, -float("inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+    base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    fade = tl.exp2(maximum - base)
+    weights = cast(tl.exp2(scores - base[:, None]), v.dtype)
+    ones = tl.full((KEY_TILE, 16), 1.0, tl.float32).to(v.dtype)
+    row_sum = tl.max(dot(weights, ones, tl.zeros((q.shape[0], 16), ACCUMULATOR)), 1).to(tl.float32)
+    total = tl.fma(total, fade, row_sum)
+    values = dot(weights, v, values * fade[:, None].to(ACCUMULATOR))
+    return new_maximum, total, values
+
+
+@triton.jit
+def _load(rows, is_read, dim: tl.constexpr, DIM: tl.constexpr):
+    """[KEY_TILE, DIM] from the addresses of rows, zero for those not to be read."""
+    d = tl.arange(0, DIM)
+    mask = is_read[:, None] if dim == DIM else is_read[:, None] & (d < dim)[None, :]
+    return tl.load(rows[:, None] + d[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _block(
+    q,
+    positions,
+    k_new,
+    v_new,
+    v_stride,
+    k_cache,
+    v_cache,
+    table,
+    prefix_len,
+    block,
+    kv_head,
+    kv_heads,
+    page_size: tl.constexpr,
+    dim: tl.constexpr,
+    scale,
+    path,
+    root,
+    STAGES: tl.constexpr,
+    DIM: tl.constexpr,
+    IS_TAIL: tl.constexpr,
+    IS_LISTED: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+):
+    """A block's partial for a tile of queries. Only IS_TAIL looks beyond the prefix, at rows of this pass.
+
+    Those are rows root, root + 1, ... by depth; if IS_LISTED and root < 0 the rows that `path` lists.
+    """
+    maximum = tl.full((q.shape[0],), -float("inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    values = tl.zeros((q.shape[0], DIM), ACCUMULATOR)
+    last = tl.max(positions)
+    # A page that holds whole tiles is looked up a tile ahead: loads that wait for loads are not pipelined.
+    page = tl.load(table + block * KEY_BLOCK // page_size, mask=block * KEY_BLOCK < prefix_len, other=0)
+    for start in tl.range(0, KEY_BLOCK, KEY_TILE, num_stages=1 if IS_TAIL else STAGES):
+        first = block * KEY_BLOCK + start
+        lane = tl.arange(0, KEY_TILE)
+        n = first + lane
+        if ONE_PAGE:
+            base = ((page.to(tl.int64) * kv_heads + kv_head) * page_size + first % page_size) * dim
+            place = lane * dim
+            page = tl.load(table + (first + KEY_TILE) // page_size, mask=first + KEY_TILE < prefix_len, other=0)
+        else:
+            pages = tl.load(table + n // page_size, mask=n < prefix_len, other=0).to(tl.int64)
+            base = kv_head.to(tl.int64) * page_size * dim
+            place = (pages * kv_heads * page_size + n % page_size) * dim
+        if IS_TAIL:
+            depth = n - prefix_len
+            new = (n >= prefix_len) & (n <= last)
+            if IS_LISTED:
+                listed = tl.load(path + depth, mask=new & (root < 0), other=0)
+                row = tl.where(root < 0, listed, root + depth).to(tl.int64)
+                k_rows, v_rows = k_new + kv_head * dim, v_new + kv_head * dim
+            else:
+                row = lane
+                chain = (root + first - prefix_len).to(tl.int64)
+                k_rows, v_rows = k_new + (chain * kv_heads + kv_head) * dim, v_new + chain * v_stride + kv_head * dim
+            old = n < prefix_len
+            k = _load(tl.where(old, k_cache + base + place, k_rows + row * (kv_heads * dim)), old | new, dim, DIM)
+            v = _load(tl.where(old, v_cache + base + place, v_rows + row * v_stride), old | new, dim, DIM)
+        else:
+            k = _load(k_cache + base + place, n >= 0, dim, DIM)
+            v = _load(v_cache + base + place, n >= 0, dim, DIM)
+        maximum, total, values = _attend(q, k, v, positions, n, scale, maximum, total, values)
+    return maximum, total, values.to(tl.float32)
+
+
+@triton.jit
+def _queries(q, row, rows_end, kv_head, heads, group, dim, TILE: tl.constexpr, DIM: tl.constexpr):
+    """A tile of (row, head of the group) pairs from `row` on: rows, heads, which are any, and their queries."""
+    pair = tl.arange(0, TILE)
+    rows = row + pair // group
+    inside = rows < rows_end
+    head = kv_head * group + pair % group
+    d = tl.arange(0, DIM)
+    place = (rows.to(tl.int64) * heads + head)[:, None] * dim + d[None, :]
+    tile = tl.load(q + place, mask=inside[:, None] & (d < dim)[None, :], other=0.0)
+    return rows, head, inside, tile
+
+
+@triton.jit
+def _run(firsts, roots, row, first_query):
+    """First query of the neighbouring rows of the row's sequence, and the chain that its tiles read of this pass."""
+    first = tl.maximum(tl.load(firsts + row), first_query)
+    return first, tl.load(roots + first)
+
+
+@triton.jit
+def _store_partial(
+    partials, sums, maximum, total, values, rows, head, is_stored, block, heads, num_blocks, dim, DIM: tl.constexpr
+):
+    d = tl.arange(0, DIM)
+    place = (rows.to(tl.int64) * heads + head) * num_blocks + block
+    tl.store(partials + place[:, None] * dim + d[None, :], values, mask=is_stored[:, None] & (d < dim)[None, :])
+    tl.store(sums + place * 2, maximum, mask=is_stored)
+    tl.store(sums + place * 2 + 1, total, mask=is_stored)
+
+
+@triton.jit(do_not_specialize=["num_queries", "first_query", "num_blocks", "table_width", "longest"])
+def partial_kernel(
+    q,
+    k_new,
+    v_new,
+    k_cache,
+    v_cache,
+    tables,
+    prefix_lens,
+    row_seqs,
+    depths,
+    roots,
+    firsts,
+    paths,
+    partials,
+    sums,
+    num_queries,
+    first_query,
+    num_blocks,
+    table_width,
+    longest,
+    v_stride,
+    scale,
+    kv_heads,
+    group,
+    page_size: tl.constexpr,
+    dim: tl.constexpr,
+    TILE: tl.constexpr,
+    OWN_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    DIM: tl.constexpr,
+    ONE_PAGE: tl.constexpr,
+):
+    """Partials by (row, head, block): first those that a row alone reads, then those of tiles."""
+    kv_head = tl.program_id(1)
+    heads = kv_heads * group
+    own = num_queries * OWN_BLOCKS
+    if tl.program_id(0) < own:
+        query = tl.program_id(0) // OWN_BLOCKS
+        row = first_query + query
+        depth = tl.load(depths + row)
+        root = tl.load(roots + row)
+        first, shared_root = _run(firsts, roots, row, first_query)
+        seq = tl.load(row_seqs + row)
+        prefix_len = tl.load(prefix_lens + seq)
+        block = prefix_len // KEY_BLOCK + tl.program_id(0) % OWN_BLOCKS
+        is_own = (root < 0) | (root != shared_root)
+        if is_own & (depth >= 0) & (block * KEY_BLOCK <= prefix_len + depth):
+            rows, head, inside, tile = _queries(q, query, query + 1, kv_head, heads, group, dim, OWN_TILE, DIM)
+            positions = tl.where(inside, prefix_len + depth, -1)
+            maximum, total, values = _block(
+                tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
+                tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim, scale,
+                paths + row.to(tl.int64) * longest, root, STAGES, DIM, True, True, ONE_PAGE,
+            )  # fmt: skip
+            _store_partial(
+                partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
+            )
+    else:
+        query = (tl.program_id(0) - own) // num_blocks
+        block = (tl.program_id(0) - own) % num_blocks
+        row = first_query + query
+        first, root = _run(firsts, roots, row, first_query)
+        seq = tl.load(row_seqs + row)
+        prefix_len = tl.load(prefix_lens + seq)
+        is_shared = (block + 1) * KEY_BLOCK <= prefix_len
+        reach = prefix_len + num_queries + first_query  # no row of this pass lies further
+        is_live = ((row - first) % (TILE // group) == 0) & (is_shared | ((root >= 0) & (block * KEY_BLOCK <= reach)))
+        if is_live:
+            end = min(query + TILE // group, num_queries)
+            rows, head, inside, tile = _queries(q, query, end, kv_head, heads, group, dim, TILE, DIM)
+            inside = inside & (tl.load(row_seqs + first_query + rows, mask=inside, other=-1) == seq)
+            depth = tl.load(depths + first_query + rows, mask=inside, other=-1)
+            inside = inside & (depth >= 0)
+            positions = tl.where(inside, prefix_len + depth, -1)
+            if is_shared:
+                maximum, total, values = _block(
+                    tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
+                    tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim,
+                    scale, paths, root, STAGES, DIM, False, False, ONE_PAGE,
+                )  # fmt: skip
+                _store_partial(
+                    partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
+                )
+            else:
+                inside = inside & (tl.load(roots + first_query + rows, mask=inside, other=-1) == root)
+                positions = tl.where(inside, positions, -1)
+                if block * KEY_BLOCK <= tl.max(positions):
+                    maximum, total, values = _block(
+                        tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
+                        tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim,
+                        scale, paths, root, STAGES, DIM, True, False, ONE_PAGE,
+                    )  # fmt: skip
+                    inside = inside & (block * KEY_BLOCK <= positions)
+                    _store_partial(
+                        partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
+                    )
+
+
+@triton.jit
+def _merge(maximum, total, values, block_maximum, block_total, block_values):
+    """The next block's partial on top of those before it. Maxima and totals [n], values [n, dims]."""
+    new_maximum = tl.maximum(maximum, block_maximum)
+    base = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
+    fade, weight = tl.exp2(maximum - base), tl.exp2(block_maximum - base)
+    total = tl.fma(total, fade, block_total * weight)
+    values = tl.fma(values, tl.broadcast_to(fade[:, None], values.shape), block_values * weight[:, None])
+    return new_maximum, total, values
+
+
+@triton.jit
+def _finish(total, values, gate, place, gate_place, inside, out, HAS_GATE: tl.constexpr):
+    result = tl.div_rn(values, tl.broadcast_to(tl.where(total == 0.0, 1.0, total)[:, None], values.shape))
+    result = cast(result, out.dtype.element_ty)
+    if HAS_GATE:
+        gates = tl.load(gate + gate_place, mask=inside, other=0.0).to(tl.float32)
+        result = cast(result.to(tl.float32) * sigmoid(gates), out.dtype.element_ty)
+    tl.store(out + place, result, mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_query", "num_blocks"])
+def merge_kernel(
+    partials,
+    sums,
+    prefix_lens,
+    row_seqs,
+    depths,
+    gate,
+    out,
+    first_query,
+    num_blocks,
+    gate_stride,
+    heads,
+    dim,
+    UNROLL: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+):
+    """Some dims of a row's head: its blocks' partials in order, divided by their row sum, times sigmoid(gate)."""
+    query, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = first_query + query
+    d = tl.program_id(2) * DIMS + tl.arange(0, DIMS)
+    depth = tl.load(depths + row)
+    length = tl.load(prefix_lens + tl.load(row_seqs + row)) + depth + 1
+    if depth >= 0:
+        maximum = tl.full((1,), -float("inf"), tl.float32)
+        total = tl.zeros((1,), tl.float32)
+        values = tl.zeros((1, DIMS), tl.float32)
+        one = tl.zeros((1,), tl.int64)
+        for start in range(0, tl.cdiv(length, KEY_BLOCK), UNROLL):
+            for step in tl.static_range(UNROLL):
+                block = start + step
+                is_block = (one + block) * KEY_BLOCK < length
+                place = (query * heads + head) * num_blocks + block + one
+                block_maximum = tl.load(sums + place * 2, mask=is_block, other=-float("inf"))
+                block_total = tl.load(sums + place * 2 + 1, mask=is_block, other=0.0)
+                inside = is_block[:, None] & (d < dim)[None, :]
+                block_values = tl.load(partials + place[:, None] * dim + d[None, :], mask=inside, other=0.0)
+                maximum, total, values = _merge(maximum, total, values, block_maximum, block_total, block_values)
+        place = (query * heads + head) * dim + d
+        gate_place = query * gate_stride + head * dim + d
+        inside = (d < dim)[None, :]
+        _finish(total, values, gate, place[None, :], gate_place[None, :], inside, out, HAS_GATE)
+
+
+def attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    prefix_lens: Tensor,
+    parents: Tensor,
+    row_seqs: Tensor,
+    scale: float,
+    trees: TreePlan | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """As the op, in bfloat16; gate: [queries, heads * dim], rows may be strided, whose sigmoid multiplies the output.
+
+    Scratch: heads * (dim + 2) floats a query and block of KEY_BLOCK positions, of MAX_PARTIALS at most.
+    """
+    queries, heads, dim = q.shape
+    total_rows = k_new.shape[0]
+    page_size = k_cache.shape[2]
+    trees = trees or plan_trees(parents, row_seqs)
+    v_new, q = contiguous_rows(v_new), q.contiguous()
+    out = torch.empty(queries, heads * dim, dtype=torch.bfloat16, device=q.device)
+    plan = (prefix_lens, row_seqs, trees.depths, trees.roots, trees.firsts, trees.paths)
+    inputs = (k_new.contiguous(), v_new, k_cache, v_cache, block_tables, *plan)
+    num_blocks = triton.cdiv(block_tables.shape[1] * page_size + total_rows, KEY_BLOCK.value)
+    at_once = min(queries, max(MAX_PARTIALS // num_blocks, 1))
+    partials = torch.empty(at_once, heads, num_blocks, dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(at_once, heads, num_blocks, 2, dtype=torch.float32, device=q.device)
+    for start in range(0, queries, at_once):
+        rows = slice(start, start + at_once)
+        first = total_rows - queries + start
+        _partials(q[rows], inputs, partials, sums, first, scale)
+        _merged(partials, sums, plan[:3], first, out[rows], None if gate is None else gate[rows], heads)
+    return out
+
+
+def _partials(
+    q: Tensor, inputs: tuple[Tensor, ...], partials: Tensor, sums: Tensor, first_query: int, scale: float
+) -> None:
+    queries, heads, dim = q.shape
+    _, v_new, k_cache, _, block_tables, *_, paths = inputs
+    _, kv_heads, page_size, _ = k_cache.shape
+    group, num_blocks = heads // kv_heads, partials.shape[2]
+    own_tile = max(16, next_power_of_2(group))
+    is_small = queries * group <= own_tile
+    counts = (queries, first_query, num_blocks, block_tables.shape[1], paths.shape[1], v_new.stride(0))
+    launch(
+        partial_kernel,
+        (queries * (OWN_BLOCKS.value + num_blocks), kv_heads),
+        q,
+        *inputs,
+        partials,
+        sums,
+        *counts,
+        scale * math.log2(math.e),
+        kv_heads,
+        group,
+        page_size,
+        dim,
+        TILE=own_tile if is_small else 64,
+        OWN_TILE=own_tile,
+        STAGES=3 if is_small else 2,
+        DIM=max(next_power_of_2(dim), 16),
+        ONE_PAGE=page_size % KEY_TILE.value == 0,
+        num_warps=8,
+    )
+
+
+def _merged(
+    partials: Tensor,
+    sums: Tensor,
+    places: tuple[Tensor, Tensor, Tensor],
+    first_query: int,
+    out: Tensor,
+    gate: Tensor | None,
+    heads: int,
+) -> None:
+    dim, num_blocks = partials.shape[3], partials.shape[2]
+    dims = min(MERGE_DIMS, next_power_of_2(dim))
+    gate_stride = 0 if gate is None else gate.stride(0)
+    args = (partials, sums, *places, gate, out, first_query, num_blocks, gate_stride, heads, dim)
+    grid = (len(out), heads, triton.cdiv(dim, dims))
+    launch(merge_kernel, grid, *args, UNROLL=16, DIMS=dims, HAS_GATE=gate is not None, num_warps=1)
+
+
+@triton.jit
+def store_kv_kernel(
+    k_new, v_new, k_cache, v_cache, rows, places, v_stride, kv_heads, page_size, dim, DIM: tl.constexpr
+):
+    """A row's key and value of one head, to a place that is not negative."""
+    i, head = tl.program_id(0), tl.program_id(1)
+    place = tl.load(places + i).to(tl.int64)
+    if place >= 0:
+        row = tl.load(rows + i).to(tl.int64)
+        d = tl.arange(0, DIM)
+        target = ((place // page_size * kv_heads + head) * page_size + place % page_size) * dim + d
+        k = tl.load(k_new + (row * kv_heads + head) * dim + d, mask=d < dim)
+        v = tl.load(v_new + row * v_stride + head * dim + d, mask=d < dim)
+        tl.store(k_cache + target, cast(k, k_cache.dtype.element_ty), mask=d < dim)
+        tl.store(v_cache + target, cast(v, v_cache.dtype.element_ty), mask=d < dim)
+
+
+def store_kv(k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, rows: Tensor, places: Tensor) -> None:
+    _, kv_heads, page_size, dim = k_cache.shape
+    v_new = contiguous_rows(v_new)
+    args = (k_new.contiguous(), v_new, k_cache, v_cache, rows, places, v_new.stride(0), kv_heads, page_size, dim)
+    launch(store_kv_kernel, (len(rows), kv_heads), *args, DIM=next_power_of_2(dim), num_warps=1)

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers: no split of K, so one order for any row count; tiles, stages and instructions don't change bits.
+
+Up to 64 rows the weight is the wide operand (its rows are the M side of the instruction), above that x is.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tandem_kernels.device import IS_INTERPRETED
+from tandem_kernels.gpu.language import ACCUMULATOR, cast, contiguous_rows, dot, launch, next_power_of_2, silu
+from tandem_kernels.packed_weight import PackedWeight
+
+PLAIN, RESIDUAL, GATED = (tl.constexpr(i) for i in range(3))  # what happens to the finished sum
+MAX_WIDE_ROWS = 64
+
+
+@triton.jit
+def _tile(
+    source,
+    row,
+    k,
+    num_rows,
+    num_inputs,
+    stride,
+    ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_DESCRIPTOR: tl.constexpr,
+):
+    """[ROWS, BLOCK_K] of a matrix from (row, k) on, zero outside of it."""
+    if HAS_DESCRIPTOR:
+        return source.load([row, k])
+    rows = row + tl.arange(0, ROWS)
+    inputs = k + tl.arange(0, BLOCK_K)
+    inside = (rows < num_rows)[:, None] & (inputs < num_inputs)[None, :]
+    return tl.load(source + rows.to(tl.int64)[:, None] * stride + inputs[None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    x,
+    weight,
+    residual,
+    out,
+    num_rows,
+    num_outputs,
+    num_inputs,
+    x_stride,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUTPUTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    X_DESCRIPTOR: tl.constexpr,
+    W_DESCRIPTOR: tl.constexpr,
+):
+    """A tile of x @ weight.T. GATED: the weight holds num_outputs gate rows, then as many up rows.
+
+    Programs go through GROUP tiles of rows before the next tile of outputs, so that a tile of weights is read once.
+    """
+    row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
+    output_tiles = tl.cdiv(num_outputs, BLOCK_OUTPUTS)
+    group = tl.program_id(0) // (GROUP * output_tiles)
+    in_group = tl.program_id(0) % (GROUP * output_tiles)
+    size = min(row_tiles - group * GROUP, GROUP)
+    row = (group * GROUP + in_group % size) * BLOCK_ROWS
+    output = (in_group // size) * BLOCK_OUTPUTS
+    weight_rows = num_outputs * 2 if EPILOGUE == GATED else num_outputs
+
+    if IS_WIDE:
+        acc = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), ACCUMULATOR)
+    else:
+        acc = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), ACCUMULATOR)
+    up = acc
+    for k in range(0, num_inputs, BLOCK_K):
+        a = _tile(x, row, k, num_rows, num_inputs, x_stride, BLOCK_ROWS, BLOCK_K, X_DESCRIPTOR)
+        w = _tile(weight, output, k, weight_rows, num_inputs, num_inputs, BLOCK_OUTPUTS, BLOCK_K, W_DESCRIPTOR)
+        if IS_WIDE:
+            acc = dot(w, a.T, acc)
+        else:
+            acc = dot(a, w.T, acc)
+        if EPILOGUE == GATED:
+            v = _tile(
+                weight,
+                num_outputs + output,
+                k,
+                weight_rows,
+                num_inputs,
+                num_inputs,
+                BLOCK_OUTPUTS,
+                BLOCK_K,
+                W_DESCRIPTOR,
+            )
+            if IS_WIDE:
+                up = dot(v, a.T, up)
+            else:
+                up = dot(a, v.T, up)
+
+    result = acc.to(tl.float32)
+    if EPILOGUE == GATED:
+        result = silu(result) * up.to(tl.float32)
+    if IS_WIDE:
+        result = tl.trans(result)
+    rows = row + tl.arange(0, BLOCK_ROWS)
+    outputs = output + tl.arange(0, BLOCK_OUTPUTS)
+    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    place = rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
+    if EPILOGUE == RESIDUAL:
+        result += tl.load(residual + place, mask=inside, other=0.0)
+    tl.store(out + place, cast(result, out.dtype.element_ty), mask=inside)
+
+
+class Tiles(NamedTuple):
+    """How a linear layer is cut up; none of it changes a bit of the result."""
+
+    rows: int
+    outputs: int
+    k: int
+    num_warps: int
+    num_stages: int
+    is_wide: bool
+
+
+def choose_tiles(num_rows: int, num_outputs: int, num_inputs: int, *, is_gated: bool) -> Tiles:
+    """Measured on an H200, see kernels/README.md."""
+    longest_k = max(next_power_of_2(num_inputs), 64)
+    if num_rows > MAX_WIDE_ROWS:
+        return Tiles(128, 64 if is_gated else 128, min(64, longest_k), 8, 4, False)
+    rows = max(16, next_power_of_2(num_rows))
+    if is_gated:
+        return Tiles(rows, 64, min(64, longest_k), 4, 4, True)
+    if num_outputs <= 8192:  # few programs: each needs more in flight
+        return Tiles(rows, 64, min(256, longest_k), 4, 4 if rows <= 32 else 3, True)
+    if num_outputs >= 65536:
+        return Tiles(rows, 128, min(128, longest_k), 4, 3, True)
+    return Tiles(rows, 64, min(128, longest_k), 4, {16: 5, 32: 4, 64: 3}[rows], True)
+
+
+def pack_weight(weight: Tensor) -> PackedWeight:
+    data = weight.to(torch.bfloat16).contiguous()
+    return PackedWeight(data, weight.shape[0], weight.shape[1], True)
+
+
+def unpack_weight(weight: PackedWeight) -> Tensor:
+    return weight.data.float()
+
+
+def linear(
+    x: Tensor,
+    weight: PackedWeight,
+    residual: Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    is_gated: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """x @ weight.T; plus residual; or, gated, silu(its first half) * its second half.
+
+    x: [rows, inputs], used as bfloat16; residual: [rows, outputs] float32 contiguous; out: where the result goes.
+    """
+    rows, num_inputs = x.shape
+    num_outputs = weight.num_outputs // 2 if is_gated else weight.num_outputs
+    x = contiguous_rows(x.to(torch.bfloat16))
+    if out is None:
+        out = torch.empty(rows, num_outputs, dtype=dtype, device=x.device)
+    tiles = choose_tiles(rows, num_outputs, num_inputs, is_gated=is_gated)
+    run_linear(x, weight.data, residual, out, tiles, is_gated=is_gated)
+    return out
+
+
+def run_linear(
+    x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor, tiles: Tiles, *, is_gated: bool
+) -> None:
+    """`linear` with chosen tiles; x bfloat16, weight [outputs, inputs] bfloat16 contiguous."""
+    rows, num_outputs = out.shape
+    epilogue = GATED if is_gated else PLAIN if residual is None else RESIDUAL
+    x_source = _source(x, tiles.rows, tiles.k)
+    w_source = _source(weight, tiles.outputs, tiles.k)
+    launch(
+        linear_kernel,
+        (triton.cdiv(rows, tiles.rows) * triton.cdiv(num_outputs, tiles.outputs),),
+        x_source,
+        w_source,
+        residual,
+        out,
+        rows,
+        num_outputs,
+        x.shape[1],
+        x.stride(0),
+        BLOCK_ROWS=tiles.rows,
+        BLOCK_OUTPUTS=tiles.outputs,
+        BLOCK_K=tiles.k,
+        EPILOGUE=epilogue,
+        IS_WIDE=tiles.is_wide,
+        GROUP=8,
+        X_DESCRIPTOR=isinstance(x_source, TensorDescriptor),
+        W_DESCRIPTOR=isinstance(w_source, TensorDescriptor),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def _source(matrix: Tensor, block_rows: int, block_k: int) -> Any:
+    """A descriptor for the bulk copy engine where there is one and the rows are aligned for it, else the tensor."""
+    is_aligned = matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+    if not is_aligned or not _has_copy_engine() or min(matrix.shape) == 0:
+        return matrix
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [block_rows, block_k])
+
+
+@functools.cache
+def _has_copy_engine() -> bool:
+    """Of one kind of device: a process uses no two."""
+    return IS_INTERPRETED or int(triton.runtime.driver.active.get_current_target().arch) >= 90

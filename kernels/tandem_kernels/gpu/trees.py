@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of draft trees, made on the device: see tree_plan.py for what they say."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem_kernels.gpu.language import launch
+from tandem_kernels.tree_plan import TreePlan
+
+MAX_DEPTH = 256
+
+
+@triton.jit
+def _chain_start(parents, row, BLOCK: tl.constexpr):
+    """The first of the rows before `row` that are each the parent of the next."""
+    start = tl.full((), -1, tl.int32)
+    end = row
+    while start < 0:
+        rows = end - tl.arange(0, BLOCK)
+        parent = tl.load(parents + rows, mask=rows >= 0, other=-1)
+        starts = (parent < 0) | (parent != rows - 1)
+        start = tl.max(tl.where(starts, rows, -1))
+        end -= BLOCK
+    return start
+
+
+@triton.jit
+def _list_leaves(parents, leaves, num_rows, BLOCK: tl.constexpr):
+    count = tl.zeros((), tl.int32)
+    for start in range(0, num_rows, BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        parent = tl.load(parents + rows, mask=rows < num_rows, other=-2)
+        next_parent = tl.load(parents + rows + 1, mask=rows + 1 < num_rows, other=-2)
+        is_leaf = (parent > -2) & (next_parent != rows)
+        place = count + tl.cumsum(is_leaf.to(tl.int32)) - 1
+        tl.store(leaves + 1 + place, rows, mask=is_leaf)
+        count += tl.sum(is_leaf.to(tl.int32))
+    tl.store(leaves, count)
+
+
+@triton.jit
+def _first_of_sequence(row_seqs, row, BLOCK: tl.constexpr):
+    seq = tl.load(row_seqs + row)
+    before = tl.full((), -2, tl.int32)  # the last row before that is another sequence's
+    end = row
+    while before < -1:
+        rows = end - tl.arange(0, BLOCK)
+        is_other = (rows < 0) | (tl.load(row_seqs + rows, mask=rows >= 0, other=0) != seq)
+        before = tl.max(tl.where(is_other, tl.maximum(rows, -1), -2))
+        end -= BLOCK
+    return before + 1
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def plan_kernel(parents, row_seqs, depths, roots, firsts, paths, leaves, num_rows, longest, BLOCK: tl.constexpr):
+    """A program a row, and one for the list of leaves."""
+    row = tl.program_id(0)
+    if row == num_rows:
+        _list_leaves(parents, leaves, num_rows, BLOCK)
+    else:
+        tl.store(firsts + row, _first_of_sequence(row_seqs, row, BLOCK))
+        start = _chain_start(parents, row, BLOCK)
+        parent = tl.load(parents + start)
+        depth = row - start
+        tl.store(roots + row, tl.where(parent < 0, start, -1))
+        while parent >= 0:
+            begin = _chain_start(parents, parent, BLOCK)
+            depth += parent - begin + 1
+            parent = tl.load(parents + begin)
+        tl.store(depths + row, tl.where(tl.load(parents + row) == -2, -1, depth))
+        # The same walk again, writing each chain of rows to its depths.
+        parent = tl.load(parents + start)
+        if parent >= 0:
+            end = row
+            while end >= 0:
+                begin = _chain_start(parents, end, BLOCK)
+                for first in range(0, end - begin + 1, BLOCK):
+                    up = first + tl.arange(0, BLOCK)
+                    place = depth - up
+                    inside = (up <= end - begin) & (place < longest)
+                    tl.store(paths + row.to(tl.int64) * longest + place, end - up, mask=inside)
+                depth -= end - begin + 1
+                end = tl.load(parents + begin)
+
+
+def plan_trees(parents: Tensor, row_seqs: Tensor) -> TreePlan:
+    rows, device = len(parents), parents.device
+    longest = min(rows, MAX_DEPTH)
+    flat = torch.empty(rows * (4 + longest) + 1, dtype=torch.int32, device=device)
+    depths, roots, firsts, leaves, paths = flat.split([rows, rows, rows, rows + 1, rows * longest])
+    plan = TreePlan(depths, roots, firsts, paths.view(rows, longest), leaves)
+    args = (parents, row_seqs, depths, roots, firsts, paths, leaves, rows, longest)
+    launch(plan_kernel, (rows + 1,), *args, BLOCK=128, num_warps=1)
+    return plan
