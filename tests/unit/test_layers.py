@@ -35,7 +35,7 @@ OURS = ("tandem_backend", "tandem_kernels", "tandem_client")
 
 # Foreign package -> where alone it may be imported.
 CONFINED = {
-    "triton": (KERNELS,),
+    "triton": (KERNELS, "tests.kernels.gpu"),
     "triton_python_backend_utils": (SERVING,),
     "tritonclient": ("tandem_client", "tests.client", "tests.e2e"),
 }
