@@ -45,6 +45,16 @@ class EngineConfig(BaseModel):
     )
     session_idle_s: float = Field(default=300.0, gt=0, le=1e9, description="a session unused for so long is dropped")
     kv_cache_bytes: int = Field(default=512 * MIB, ge=MIB, description="memory of the KV block pool")
+    prefix_cache_bytes: int = Field(
+        default=256 * MIB,
+        ge=0,
+        description="prefixes kept for later requests: anchors, and KV blocks out of kv_cache_bytes; 0: off",
+    )
+    anchor_grid: int = Field(
+        default=512,
+        ge=0,
+        description="tokens between anchors within prompts and answers; 0: only where prompts and answers end",
+    )
     max_prefill_rows: int = Field(default=256, ge=1, le=8192, description="prompt rows in one round")
     joint_prefill_rows: int = Field(default=64, ge=1, le=8192, description="the same while other requests are decoding")
     default_max_tokens: int = Field(default=256, ge=1, description="max_tokens of a request that names none")

@@ -111,6 +111,7 @@ class Request:
     sequence_end: bool = False
     priority: int = DEFAULT_PRIORITY  # 1 starts first, 9 last
     timeout_ms: int | None = None  # from arrival to the last token; None: no limit
+    cache_salt: str = ""  # only requests of the same salt share cached prefixes and responses
 
 
 def acceptance_len(num_tokens: int, num_decode_rounds: int) -> float:
@@ -153,6 +154,14 @@ class CacheCounters:
     num_misses: int = 0
     num_saved_tokens: int = 0  # that were not computed again
     num_evictions: int = 0
+
+    def count(self, num_tokens: int) -> None:
+        """Take note of a request that found so many of its tokens; none: a miss."""
+        if num_tokens:
+            self.num_hits += 1
+            self.num_saved_tokens += num_tokens
+        else:
+            self.num_misses += 1
 
 
 @dataclass(slots=True)

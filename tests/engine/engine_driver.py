@@ -13,6 +13,7 @@ from tandem_backend.engine import Engine
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.draft_model import DraftModelDrafter
 from tandem_backend.engine.drafters.mtp import MtpDrafter
+from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.sequence import Sequence as EngineSequence
 from tandem_backend.errors import TandemError
 from tandem_backend.model.state import KVLayer, RecurrentLayer
@@ -177,15 +178,24 @@ def live_sequences(engine: Engine) -> list[EngineSequence]:
     return running + [s.sequence for s in sessions if s.sequence is not None and s.running is None]
 
 
+def limit_blocks(engine: Engine, num_blocks: int) -> None:
+    """Let an engine that holds nothing yet have so few KV blocks."""
+    engine.scheduler.cache.index.blocks = IndexPool(num_blocks)
+
+
 def poison_unused(engine: Engine) -> None:
-    """Write NaN over all memory of the target and its drafters that holds nothing committed."""
+    """Write NaN over all memory of the target and its drafters that holds nothing committed and nothing cached."""
     sequences = live_sequences(engine)
     slots = {sequence.slot for sequence in sequences}
-    _poison_layers(engine.rounds.state.layers, [(s.block_table, s.num_computed) for s in sequences], slots)
+    nodes = list(engine.scheduler.cache.index.nodes())
+    cached = [([node.block], len(node.token_ids)) for node in nodes]
+    computed = [(s.block_table, s.num_computed) for s in sequences]
+    _poison_layers(engine.rounds.state.layers, [*computed, *cached], slots)
     for drafter in engine.rounds.drafting.drafters.values():
         if isinstance(drafter, MtpDrafter):
             written = [(s.block_table, drafter._tracks[s.slot].num_written) for s in sequences]
-            _poison_layers([drafter.kv], written, slots)
+            cached = [([node.block], node.num_drafter_rows) for node in nodes]
+            _poison_layers([drafter.kv], [*written, *cached], slots)
         elif isinstance(drafter, DraftModelDrafter):
             computed = [(s.block_table, drafter._num_computed[s.slot]) for s in sequences]
             _poison_layers(drafter.state.layers, computed, slots)

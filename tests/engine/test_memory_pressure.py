@@ -4,7 +4,7 @@
 from pathlib import Path
 
 import pytest
-from engine_driver import EngineDriver, Plain, engine_config, num_different
+from engine_driver import EngineDriver, Plain, engine_config, limit_blocks, num_different
 from session_requests import PARAMS, say, start, turn
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.errors import InvalidRequestError, UnavailableError
@@ -32,7 +32,7 @@ def test_the_least_recently_used_session_goes_when_slots_are_short(driver: Engin
 
 
 def test_sessions_go_when_blocks_are_short(driver: EngineDriver, plain: Plain) -> None:
-    driver.engine.scheduler.blocks = IndexPool(5)
+    limit_blocks(driver.engine, 5)
     driver.run(start("1", sequence_id=1))
     driver.run(start("2", (3,) * 100, sequence_id=2))
     assert sorted(driver.engine.scheduler.sessions) == [1, 2]
@@ -43,7 +43,7 @@ def test_sessions_go_when_blocks_are_short(driver: EngineDriver, plain: Plain) -
 
 def test_waiting_turns_whose_states_block_each_other(driver: EngineDriver, plain: Plain) -> None:
     """The first is served; the other is told that its state is gone."""
-    driver.engine.scheduler.blocks = IndexPool(4)
+    limit_blocks(driver.engine, 4)
     first = driver.run(start("1", (3,) * 100, sequence_id=1))
     driver.run(start("2", (4,) * 100, sequence_id=2))
     driver.add(turn("3", (3,) * 50, sequence_id=1))
@@ -58,7 +58,7 @@ def test_waiting_turns_whose_states_block_each_other(driver: EngineDriver, plain
 
 
 def test_a_turn_that_can_never_fit_is_refused_and_holds_nobody_up(driver: EngineDriver, plain: Plain) -> None:
-    driver.engine.scheduler.blocks = IndexPool(4)
+    limit_blocks(driver.engine, 4)
     driver.run(start("1", (3,) * 150, sequence_id=1))
     driver.add(turn("2", (3,) * 150, sequence_id=1))
     driver.add(Request(request_id="3", prompt=Prompt(token_ids=(4,)), params=PARAMS))
@@ -71,7 +71,7 @@ def test_a_turn_that_can_never_fit_is_refused_and_holds_nobody_up(driver: Engine
 
 def test_a_turn_of_messages_starts_though_memory_is_smaller_than_the_context(text_model: Path) -> None:
     chat = EngineDriver(engine_config(text_model), poison=True)
-    chat.engine.scheduler.blocks = IndexPool(3)
+    limit_blocks(chat.engine, 3)
     chat.run(say("1", "Hi", sequence_start=True))
     assert chat.run(say("2", "More")).finish_reason == FinishReason.LENGTH
 

@@ -17,7 +17,7 @@ from tandem_backend.engine.drafters.mtp import MtpDrafter
 from tandem_backend.model.checkpoint import Checkpoint
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.mtp import MtpHead, mtp_rows
-from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer
+from tandem_backend.model.state import KV_BLOCK, KVLayer, allocate_kv_layer
 from tandem_backend.types import Prompt, Request, SamplingParams
 from torch import Tensor
 
@@ -59,6 +59,8 @@ class ComparedMtp:
     def __init__(self, inner: MtpDrafter) -> None:
         self.inner, self.reference = inner, Recomputed(inner.head)
         self.hidden: dict[int, list[Tensor]] = {}
+        self.ended: list[list[Tensor]] = []
+        self.num_resumed = 0
         self.num_compared = self.num_different = 0
 
     def begin(self, key: int) -> None:
@@ -66,8 +68,22 @@ class ComparedMtp:
         self.inner.begin(key)
 
     def end(self, key: int) -> None:
-        self.hidden.pop(key, None)
+        self.ended.append(self.hidden.pop(key, []))
         self.inner.end(key)
+
+    def kv_layers(self) -> list[KVLayer]:
+        return self.inner.kv_layers()
+
+    def kept(self, key: int) -> tuple[int, Tensor | None]:
+        return self.inner.kept(key)
+
+    def resume(self, key: int, position: int, hidden: Tensor, next_token_id: int, block_table: Sequence[int]) -> None:
+        """The reference goes on from the hidden states of the sequence that left the prefix behind."""
+        self.num_resumed += 1
+        known = [rows for rows in (*self.hidden.values(), *self.ended) if len(rows) >= position]
+        before = next(rows for rows in known if torch.equal(rows[position - 1], hidden[0]))
+        self.inner.resume(key, position, hidden, next_token_id, block_table)
+        self.hidden[key] = before[:position]
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         for item in rows:

@@ -33,11 +33,16 @@ def commit_rejected_rows_to_the_state(patch: pytest.MonkeyPatch) -> None:
     whole: list[AcceptedRows] = []
 
     def commit_pass(
-        self: Decoder, result: ForwardResult, batch: RowBatch, paths: Sequence[Sequence[int]], state: ModelState
+        self: Decoder,
+        result: ForwardResult,
+        batch: RowBatch,
+        paths: Sequence[Sequence[int]],
+        state: ModelState,
+        offsets: Sequence[int] | None = None,
     ) -> AcceptedRows:
         rows = torch.arange(batch.num_rows, dtype=torch.int32)
         whole[:] = [AcceptedRows(batch.packed, batch.slots, batch.seq_starts, rows, torch.empty(0))]
-        return commit(self, result, batch, paths, state)
+        return commit(self, result, batch, paths, state, offsets)
 
     patch.setattr(Decoder, "commit", commit_pass)
     patch.setattr(decoder, "commit_delta_layers", lambda *args: commit_delta(*args[:-1], whole[0]))

@@ -63,7 +63,7 @@ class Memory:
         self, token_ids: Sequence[int], tenant: str = "", num_drafter_rows: int = 0, at: int | None = None
     ) -> EngineSequence:
         """A sequence from nothing, kept after `at` tokens; the caller frees it."""
-        sequence = EngineSequence(slot=0, token_ids=list(token_ids))
+        sequence = EngineSequence(slot=0, tenant=tenant, token_ids=list(token_ids))
         self.write(sequence)
         prefix = tuple(token_ids[:at])
         state = SlotState((torch.tensor([self.number(prefix)]), torch.tensor([0.0])))
@@ -334,7 +334,7 @@ class IndexWalk(RuleBasedStateMachine):
                 sequence.token_ids += added
                 self.memory.write(sequence)
                 state = SlotState((torch.tensor([self.memory.number(sequence.token_ids)]), torch.tensor([0.0])))
-                self.memory.cache.add("", sequence.token_ids, sequence.block_table, state, None, 0)
+                self.memory.cache.add(sequence.tenant, sequence.token_ids, sequence.block_table, state, None, 0)
         self.check()
 
     @rule(data=st.data())

@@ -7,12 +7,11 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from engine_driver import VOCAB_SIZE, EngineDriver, Plain, Result, beginning, engine_config, num_different
+from engine_driver import VOCAB_SIZE, EngineDriver, Plain, Result, beginning, engine_config, limit_blocks, num_different
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from tandem_backend.engine.drafters.scripted import ScriptedDrafter
-from tandem_backend.engine.pools import IndexPool
 from tandem_backend.errors import InvalidRequestError, UnavailableError
 from tandem_backend.types import FinishReason, Prompt, Request, SamplingParams
 
@@ -59,7 +58,7 @@ class Walk(RuleBasedStateMachine):
         extra = {name: ScriptedDrafter(name, references, VOCAB_SIZE) for name in ("half", "oracle")}
         self.driver = EngineDriver(config, extra, poison=True)
         self.engine = self.driver.engine
-        self.engine.scheduler.blocks = IndexPool(NUM_BLOCKS)
+        limit_blocks(self.engine, NUM_BLOCKS)
         self.requests: list[Request] = []
         self.ids = (str(n) for n in count())
 
@@ -139,6 +138,7 @@ class Walk(RuleBasedStateMachine):
         self.driver.finish()
         for sequence_id in SEQUENCE_IDS:
             self.engine.close_sequence(sequence_id)
+        self.engine.scheduler.cache.clear()
         statistics = self.engine.statistics()
         assert statistics["num_free_blocks"] == NUM_BLOCKS
         assert statistics["num_free_slots"] == statistics["num_slots"]

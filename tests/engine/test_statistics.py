@@ -20,7 +20,7 @@ def stats_of(result: Result) -> RequestStats:
 
 def test_rounds_and_acceptance_length_of_a_chunked_prompt(hybrid: Path, plain: Plain) -> None:
     oracle = ScriptedDrafter("oracle", plain.continuation, plain.vocab_size)
-    config = engine_config(hybrid, router="always", max_prefill_rows=2, max_draft_tokens=2)
+    config = engine_config(hybrid, router="always", max_prefill_rows=2, max_draft_tokens=2, prefix_cache_bytes=0)
     driver = EngineDriver(config, {"oracle": oracle})
     drafted = stats_of(
         driver.run(

@@ -4,19 +4,22 @@
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from tandem_backend.engine.account import Account, Trust
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
-from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, Proposal
+from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, KVDrafter, Proposal
 from tandem_backend.engine.proposal_tree import ProposalTree
 from tandem_backend.engine.router import Calibration, Prices, Router
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.sequence import Generation
 from tandem_backend.engine.times import RoundTimes
 from tandem_backend.errors import InvalidRequestError
+from tandem_backend.model.state import KVLayer
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +75,35 @@ class Drafting:
                     drafter.end(key)
             self.accounts.pop((key, name), None)
             self.trusts.pop((key, name), None)
+
+    def kv_layers(self) -> list[KVLayer]:
+        """KV of drafters that lies under the target's block ids."""
+        return [layer for drafter in self._kv_drafters().values() for layer in drafter.kv_layers()]
+
+    def resumes_kv(self, names: Collection[str]) -> bool:
+        """Whether one of the drafters can only go on from a prefix that has its KV."""
+        return any(name in names for name in self._kv_drafters())
+
+    def kept(self, key: int) -> tuple[int, Tensor | None]:
+        """What a prefix cache may keep of a sequence for such drafters: see KVDrafter.kept."""
+        num_rows, hidden = 0, None
+        for name, drafter in self._kv_drafters().items():
+            with self._containing(name):
+                num_rows, hidden = drafter.kept(key)
+        return num_rows, hidden
+
+    def resume(self, key: int, position: int, hidden: Tensor, next_token_id: int, block_table: Sequence[int]) -> None:
+        """A sequence that has begun goes on from a kept prefix: see KVDrafter.resume."""
+        for name, drafter in self._kv_drafters().items():
+            with self._containing(name):
+                drafter.resume(key, position, hidden, next_token_id, block_table)
+
+    def _kv_drafters(self) -> dict[str, KVDrafter]:
+        return {
+            name: drafter
+            for name, drafter in self.drafters.items()
+            if isinstance(drafter, KVDrafter) and name not in self.failed
+        }
 
     def observe(self, scheduled: Sequence[ScheduledRows], committed: Sequence[CommittedRows]) -> None:
         """Show each drafter the rows of the requests that want it; the others shall not pay for it."""

@@ -5,13 +5,13 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import replace
 
 import tandem_kernels as kernels
 import torch
 
 from tandem_backend.config import EngineConfig
+from tandem_backend.engine.cache.prefix_cache import PrefixCache
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.build import plan_drafters
 from tandem_backend.engine.drafting import Drafting
@@ -25,9 +25,10 @@ from tandem_backend.engine.round import RecordLogits, RoundRunner
 from tandem_backend.engine.router import Router, load_verify_curve
 from tandem_backend.engine.sampling.request import fresh_seed
 from tandem_backend.engine.scheduler import Scheduler
-from tandem_backend.engine.self_test import NUM_BLOCKS, NUM_SLOTS, self_test_at_load
-from tandem_backend.engine.sequence import Generation, PreparedRequest, Session
+from tandem_backend.engine.self_test import NUM_SLOTS, self_test_at_load
+from tandem_backend.engine.sequence import Generation, PreparedRequest, Sequence, Session
 from tandem_backend.engine.start import Starter
+from tandem_backend.engine.statistics import counters, statistics
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import (
     ConfigError,
@@ -38,7 +39,7 @@ from tandem_backend.errors import (
 from tandem_backend.model.checkpoint import Weights
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.graphs import GraphLimits, make_passes
-from tandem_backend.model.state import KV_BLOCK, allocate_state, block_bytes
+from tandem_backend.model.state import allocate_state
 from tandem_backend.types import EngineCounters, FinishReason, Request, SequenceId, SessionEnd, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -71,25 +72,35 @@ class Engine:
         self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size, self.max_context_len)
         plan = plan_drafters(config, self.model, self.tokenizer)
         num_slots = max(config.max_active + config.max_sessions, NUM_SLOTS)
-        self._block_bytes = block_bytes(self.model.config, device=self.model.device) + plan.block_bytes()
-        num_blocks = self._num_blocks(num_slots)
-        self.memory = MemoryPlan.of(self.model, self._block_bytes, num_blocks, num_slots)
+        self.sizes = plan.memory_sizes(self.model)
+        num_blocks = self.sizes.num_pool_blocks(config, num_slots, self.max_context_len)
+        self.memory = MemoryPlan.of(
+            self.model, self.sizes.block_bytes, num_blocks, num_slots, config.prefix_cache_bytes
+        )
         self.memory.check(self.model)
         drafters = {**plan.build(num_blocks, num_slots), **(extra_drafters or {})}
         router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
         drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
         state = allocate_state(self.model.config, num_blocks, num_slots, device=self.model.device)
+        cache = PrefixCache(
+            state,
+            IndexPool(num_blocks),
+            drafter_kv=drafting.kv_layers(),
+            block_bytes=self.sizes.block_bytes,
+            max_bytes=config.prefix_cache_bytes,
+            grid=config.anchor_grid,
+        )
         limits = GraphLimits(config.max_graph_rows, self.max_context_len, config.graph_capture_s)
         self.passes = make_passes(self.model, state, limits)
         self._graph_bytes = self.passes.num_bytes()
-        self.rounds = RoundRunner(self.passes, state, drafting, record_logits)
+        self.rounds = RoundRunner(self.passes, state, drafting, cache, record_logits)
         self.scheduler = Scheduler(
             config,
             self.max_context_len,
-            KV_BLOCK,
-            IndexPool(num_blocks),
+            self.sizes,
+            cache,
             IndexPool(num_slots),
-            on_free=drafting.end,
+            on_free=self._leave,
             on_session_end=self._count_session_end,
             waiting=RequestQueue(config),
         )
@@ -99,20 +110,21 @@ class Engine:
         self._outputs: list[StepOutput] = []
         self.self_test = self_test_at_load(self.model, state, self.passes, config.self_test_rows)
 
-    def _num_blocks(self, num_slots: int) -> int:
-        """Blocks that kv_cache_bytes pays for; never more than all sequences could fill."""
-        most = max(num_slots * -(-self.max_context_len // KV_BLOCK), NUM_BLOCKS)
-        return min(self.config.kv_cache_bytes // self._block_bytes, most) if self._block_bytes else most
-
     def prepare(self, request: Request) -> PreparedRequest:
         """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
         prompt_ids = self.prompts.encode(request.prompt)
         if request.params.temperature > 0 and request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=fresh_seed()))
-        bad_words = self.prompts.encode_bad_words(request.params.bad_words)
-        prepared = PreparedRequest(request, tuple(prompt_ids), time.time_ns(), time.monotonic(), bad_words)
+        drafting = self.rounds.drafting
+        prepared = PreparedRequest(
+            request,
+            tuple(prompt_ids),
+            time.time_ns(),
+            time.monotonic(),
+            resumes_kv=drafting.resumes_kv(drafting.names(request.params.drafter)),
+            bad_words=self.prompts.encode_bad_words(request.params.bad_words),
+        )
         self.limits.check(request, len(prompt_ids))
-        self.rounds.drafting.names(request.params.drafter)
         return prepared
 
     def add(self, prepared: PreparedRequest) -> None:
@@ -163,29 +175,16 @@ class Engine:
 
     def statistics(self) -> dict[str, float]:
         """What there is now, by name; serving reports every key as a metric."""
-        s = self.scheduler
-        return {
-            "num_active": len(s.running),
-            "num_queued": len(s.waiting),
-            "num_sessions": len(s.sessions),
-            "num_blocks": s.blocks.size,
-            "num_free_blocks": s.blocks.num_free,
-            "num_block_tokens": s.block,
-            "kv_cache_bytes": s.blocks.size * self._block_bytes,
-            "kv_cache_used_bytes": (s.blocks.size - s.blocks.num_free) * self._block_bytes,
-            "num_slots": s.slots.size,
-            "num_free_slots": s.slots.num_free,
+        device = {
             "weight_bytes": self.memory.weights,
             "state_bytes": self.memory.states,
             "graph_bytes": self._graph_bytes,
-            "self_test_passed": int(self.self_test is not None),  # 0: skipped; an engine that fails it does not load
-            "self_test_seconds": self.self_test.seconds if self.self_test is not None else 0.0,
-            "self_test_rows": self.self_test.num_rows if self.self_test is not None else 0,
         }
+        return device | statistics(self.scheduler, self.sizes, self.self_test)
 
     def counters(self) -> EngineCounters:
         """What was done since the load; a copy."""
-        return deepcopy(self.rounds.counters)
+        return counters(self.rounds.counters, self.scheduler, self._starter.counters)
 
     def _count_session_end(self, why: SessionEnd) -> None:
         self.rounds.counters.ended_sessions[why] += 1
@@ -263,9 +262,16 @@ class Engine:
         if request.sequence_start:
             self._lose_session(session, UnavailableError(_lost(session, "its first turn never ran")))
 
+    def _leave(self, sequence: Sequence) -> None:
+        """A sequence is going: what it computed may serve others."""
+        if sequence.is_sound:
+            self.rounds.anchors.keep_end(sequence)
+        self.rounds.drafting.end(sequence.slot)
+
     def _fail(self, generation: Generation, error: TandemError) -> None:
         """End a request whose state can't be trusted any more: its session goes too."""
         session = generation.session
+        generation.sequence.is_sound = False
         self._give_last(generation, StepOutput(request_id=generation.request.request_id, error=error))
         if session is not None:
             self._lose_session(session, InternalError(_lost(session, str(error))))

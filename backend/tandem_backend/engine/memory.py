@@ -19,20 +19,25 @@ class MemoryPlan:
     weights: int
     kv: int  # blocks of the target's and the drafters' KV
     states: int  # recurrent slots
+    anchors: int  # copies of recurrent slots in the prefix cache, at most
 
     @classmethod
-    def of(cls, model: Decoder, bytes_a_block: int, num_blocks: int, num_slots: int) -> "MemoryPlan":
-        states = num_slots * slot_bytes(model.config, model.device)
-        return cls(model.num_weight_bytes(), num_blocks * bytes_a_block, states)
+    def of(
+        cls, model: Decoder, bytes_a_block: int, num_blocks: int, num_slots: int, prefix_cache_bytes: int
+    ) -> "MemoryPlan":
+        each = slot_bytes(model.config, model.device)
+        anchors = prefix_cache_bytes if each else 0
+        return cls(model.num_weight_bytes(), num_blocks * bytes_a_block, num_slots * each, anchors)
 
     def check(self, model: Decoder) -> None:
         """Raises ConfigError where KV and states don't fit beside the weights, which are loaded already."""
         free = kernels.free_bytes(model.device)
-        if free is not None and self.kv + self.states + RESERVED_BYTES > free:
+        if free is not None and self.kv + self.states + self.anchors + RESERVED_BYTES > free:
             raise ConfigError(
-                f"kv_cache_bytes, max_active, max_sessions: {_gib(self.kv)} of KV and {_gib(self.states)} of recurrent "
-                f"state do not fit into the {_gib(free)} that {_gib(self.weights)} of weights leave of {model.device}, "
-                f"with {_gib(RESERVED_BYTES)} kept for passes"
+                f"kv_cache_bytes, max_active, max_sessions, prefix_cache_bytes: {_gib(self.kv)} of KV, "
+                f"{_gib(self.states)} of recurrent state and {_gib(self.anchors)} of cached states do not fit into the "
+                f"{_gib(free)} that {_gib(self.weights)} of weights leave of {model.device}, with "
+                f"{_gib(RESERVED_BYTES)} kept for passes"
             )
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from tandem_backend.engine.cache.prefix_cache import PrefixCache
+from tandem_backend.engine.cache.taking import AnchorTaker
 from tandem_backend.engine.choose import NO_TOKEN, Choice, choose
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, accept, anchor_tree
 from tandem_backend.engine.drafters.base import CommittedRows
@@ -40,11 +42,14 @@ class RoundRunner:
     passes: Passes
     state: ModelState
     drafting: Drafting
+    cache: PrefixCache
     record_logits: RecordLogits | None = None
     times: RoundTimes = field(default_factory=RoundTimes)
     counters: EngineCounters = field(default_factory=EngineCounters)
+    anchors: AnchorTaker = field(init=False)
 
     def __post_init__(self) -> None:
+        self.anchors = AnchorTaker(self.passes, self.state, self.drafting, self.cache)
         self.counters.drafter_tokens.update(dict.fromkeys(self.drafting.drafters, (0, 0)))
 
     def run(self, scheduled: Sequence[ScheduledRows]) -> list[Step]:
@@ -60,9 +65,10 @@ class RoundRunner:
         choices = choose(result.logits, scheduled, drafted.trees, result.best)
         steps = [_accept(*item) for item in zip(scheduled, drafted.trees, choices, strict=True)]
         spent.accept_ms = watch.lap_ms()
-        self.passes.commit(result, batch, [step.path for step in steps])
+        taken = self.anchors.commit(result, batch, scheduled, [step.path for step in steps])
         spent.commit_ms = watch.lap_ms()
         self._observe(scheduled, steps, batch, result)
+        self.anchors.keep(taken)
         self.drafting.learn(drafted, scheduled, [step.accepted for step in steps], spent)
         spent.host_ms += watch.lap_ms()
         self.times.add(spent)

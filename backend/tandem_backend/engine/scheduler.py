@@ -3,13 +3,17 @@
 
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 from tandem_backend.config import EngineConfig
+from tandem_backend.engine.cache.prefix_cache import PrefixCache
+from tandem_backend.engine.cache.radix import Match
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.prompt_rows import share_rows
 from tandem_backend.engine.queue import RequestQueue, Waiting
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Sequence, Session
+from tandem_backend.engine.sizes import MemorySizes
 from tandem_backend.errors import InvalidRequestError, UnavailableError
 from tandem_backend.types import Request, SequenceId, SessionEnd
 
@@ -33,19 +37,24 @@ class ScheduledRows:
 class Scheduler:
     """Running requests, sessions and the queue. Who is first in the queue starts first; nobody passes it.
 
-    `on_free` is told the slot of every sequence that is gone, `on_session_end` why each session was dropped.
+    `on_free` is told of every sequence before it is gone, `on_session_end` why each session was dropped. KV blocks are
+    counted in the prefix cache's pool: what it holds comes free where requests need it.
     """
 
     config: EngineConfig
     max_context_len: int
-    block: int
-    blocks: IndexPool
+    sizes: MemorySizes
+    cache: PrefixCache
     slots: IndexPool
-    on_free: Callable[[int], None]
+    on_free: Callable[[Sequence], None]
     on_session_end: Callable[[SessionEnd], None]
     waiting: RequestQueue
     running: list[Generation] = field(default_factory=list)
     sessions: dict[SequenceId, Session] = field(default_factory=dict)
+
+    @property
+    def blocks(self) -> IndexPool:
+        return self.cache.index.blocks
 
     def check_room(self, request: Request) -> None:
         """Raises UnavailableError when the request can't be queued: nothing has changed then."""
@@ -110,9 +119,7 @@ class Scheduler:
         kept = item.session.sequence if item.session is not None else None
         while True:
             needs_slot = kept is None and self.slots.num_free == 0
-            # The conversation's own blocks serve its next turn too.
-            owned = len(kept.block_table) if kept is not None else 0
-            if not needs_slot and self._worst_blocks(item, kept) <= self.blocks.num_free + owned:
+            if not needs_slot and self._make_blocks(item, kept):
                 return True
             others = [s for s in self.sessions.values() if s is not item.session and s.sequence is not None]
             idle = [s for s in others if s.is_idle]
@@ -123,6 +130,28 @@ class Scheduler:
             else:
                 turns = [waiting.session for waiting in self.waiting]
                 self.drop_session(max(others, key=turns.index), SessionEnd.MEMORY)
+
+    def _make_blocks(self, item: Waiting, kept: Sequence | None) -> bool:
+        """Let cached prefixes go until the request's worst case fits, if it can fit that way."""
+        needed = self._worst_blocks(item, kept)
+        if kept is not None:
+            # The conversation's own blocks serve its next turn too, or come free where it begins anew.
+            is_continued = item.session is not None and item.session.messages is None
+            table = kept.block_table
+            needed -= len(table) if is_continued else sum(self.cache.comes_free(block) for block in table)
+            return self.cache.make_room(needed, None)
+        if needed > self.blocks.num_free + self.cache.index.num_nodes:
+            return False
+        match = self.find(item.prepared)
+        shared = match.num_shared_blocks if match is not None else 0
+        return self.cache.make_room(needed - shared, match) or self.cache.make_room(needed, None)
+
+    def find(self, prepared: PreparedRequest, token_ids: Rows[int] | None = None) -> Match | None:
+        """The cached prefix that a request may resume from; token_ids: all of its sequence, if not just its prompt."""
+        if prepared.request.params.prompt_logprobs is not None:
+            return None  # the rows of all prompt tokens are asked for
+        token_ids = prepared.prompt_ids if token_ids is None else token_ids
+        return self.cache.find(prepared.request.cache_salt, token_ids, with_drafter=prepared.resumes_kv)
 
     def _drop_least_recent(self, sessions: list[Session]) -> None:
         self.drop_session(min(sessions, key=lambda session: session.last_used_s), SessionEnd.MEMORY)
@@ -141,10 +170,17 @@ class Scheduler:
         return self.config.default_max_tokens if asked is None else asked
 
     def num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block)
+        return self.sizes.num_blocks(num_tokens)
 
     def new_sequence(self) -> Sequence:
         return Sequence(slot=self.slots.allocate())
+
+    def empty(self, sequence: Sequence) -> None:
+        """Let a sequence begin anew in its slot, and tell `on_free` of what it was."""
+        if sequence.num_computed:
+            self.on_free(sequence)
+        self.trim(sequence, 0)
+        sequence.num_computed = 0
 
     def reserve(self, sequence: Sequence, num_tokens: int) -> None:
         """Give the sequence blocks for so many tokens; `startable` made sure that they are there."""
@@ -181,12 +217,13 @@ class Scheduler:
             self.trim(generation.sequence, generation.sequence.num_computed)
 
     def free(self, sequence: Sequence) -> None:
+        self.on_free(sequence)
         self.trim(sequence, 0)
         self.slots.release(sequence.slot)
-        self.on_free(sequence.slot)
 
     def discard(self, sequence: Sequence, session: Session | None) -> None:
         """Free a sequence that could not be started; with it goes what its session had kept."""
+        sequence.is_sound = False
         if session is not None and session.sequence is sequence:
             self.drop_session(session, SessionEnd.FAILED)
         else:
@@ -225,5 +262,7 @@ class Scheduler:
         """Raises AssertionError unless every block and slot is free or has exactly its owners."""
         sequences = [g.sequence for g in self.running]
         sequences += [s.sequence for s in self.sessions.values() if s.sequence is not None and s.running is None]
-        self.blocks.check_integrity(block for s in sequences for block in s.block_table)
+        self.cache.check_integrity()
+        cached = [node.block for node in self.cache.index.nodes()]
+        self.blocks.check_integrity([*cached, *(block for s in sequences for block in s.block_table)])
         self.slots.check_integrity(s.slot for s in sequences)

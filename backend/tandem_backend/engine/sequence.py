@@ -17,6 +17,8 @@ class Sequence:
     """Tokens and where their state lies. KV and recurrent state hold exactly token_ids[:num_computed]."""
 
     slot: int
+    tenant: str = ""  # the cache_salt of the request that began it
+    is_sound: bool = True  # False: a round failed on it, so its state is good for nothing
     token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -35,6 +37,7 @@ class PreparedRequest:
     prompt_ids: tuple[int, ...]  # of the prompt by itself
     arrival_time_ns: int
     arrival_s: float  # time.monotonic() at the same moment
+    resumes_kv: bool = False  # drafts with a drafter that goes on only where its own KV is kept too
     bad_words: tuple[tuple[int, ...], ...] = ()  # their token ids
     constraint: Constraint | None = None  # before the first output token; each generation forks it
 

@@ -2,7 +2,7 @@
 """Starter: turns a queued request into a running one."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem_backend.engine.limits import Limits
 from tandem_backend.engine.prompts import PromptEncoder
@@ -10,22 +10,23 @@ from tandem_backend.engine.queue import Waiting
 from tandem_backend.engine.round import RoundRunner
 from tandem_backend.engine.sampling.request import start_sampling
 from tandem_backend.engine.scheduler import Scheduler
-from tandem_backend.engine.sequence import Generation, Sequence
+from tandem_backend.engine.sequence import Generation, PreparedRequest, Sequence
 from tandem_backend.engine.text_output import TextOutput
 from tandem_backend.engine.tokenizer import Tokenizer
 from tandem_backend.errors import UnavailableError
-from tandem_backend.types import RequestStats
+from tandem_backend.types import CacheCounters, RequestStats
 
 
 @dataclass(frozen=True, slots=True)
 class Starter:
-    """Gives a request its tokens, memory, drafters and stop rules. Holds no state of its own."""
+    """Gives a request its tokens, memory, drafters and stop rules. Holds no state but its counters."""
 
     prompts: PromptEncoder
     tokenizer: Tokenizer | None
     limits: Limits
     scheduler: Scheduler
     rounds: RoundRunner
+    counters: CacheCounters = field(default_factory=CacheCounters)  # of the states that sessions kept
 
     def start(self, item: Waiting) -> None:
         """Run the request from the next round on. What raises leaves no memory behind.
@@ -54,15 +55,37 @@ class Starter:
             session.begin_turn(generation, is_first=kept is None)
         self.scheduler.running.append(generation)
 
+    def _begin(self, prepared: PreparedRequest, sequence: Sequence, token_ids: list[int], num_blocks: int) -> None:
+        """Empty the sequence, then resume it from the longest cached prefix of its tokens, if there is one."""
+        scheduler, drafting, cache = self.scheduler, self.rounds.drafting, self.scheduler.cache
+        scheduler.empty(sequence)
+        sequence.tenant = prepared.request.cache_salt
+        drafting.begin(sequence.slot)
+        match = scheduler.find(prepared, token_ids)
+        if match is not None and not cache.make_room(num_blocks - match.num_shared_blocks, match):
+            match = None
+        if match is None:
+            if not cache.make_room(num_blocks, None):
+                raise UnavailableError("kv_cache_bytes: too few blocks are free for this turn's rewritten conversation")
+            self.rounds.state.clear_slot(sequence.slot)
+        else:
+            cache.resume(match, sequence)
+            if match.anchor is not None and match.anchor.hidden is not None and match.feeds_drafter():
+                next_token_id = token_ids[match.position]
+                drafting.resume(sequence.slot, match.position, match.anchor.hidden, next_token_id, sequence.block_table)
+        cache.counters.count(sequence.num_computed)
+
     def _generation(self, item: Waiting, sequence: Sequence, token_ids: list[int], *, is_new: bool) -> Generation:
         request, kept_ids = item.prepared.request, sequence.token_ids
-        if is_new or token_ids[: len(kept_ids)] != kept_ids:
-            self.rounds.drafting.begin(sequence.slot)
-            sequence.num_computed = 0
-            self.rounds.state.clear_slot(sequence.slot)
-        sequence.token_ids = token_ids
         room = self.scheduler.max_context_len - len(token_ids)
         max_tokens = min(self.scheduler.max_tokens(item.prepared), room)
+        num_blocks = self.scheduler.num_blocks(len(token_ids) + max_tokens)
+        is_continued = not is_new and token_ids[: len(kept_ids)] == kept_ids
+        if not is_continued:
+            self._begin(item.prepared, sequence, token_ids, num_blocks)
+        if not is_new:
+            self.counters.count(sequence.num_computed if is_continued else 0)
+        sequence.token_ids = token_ids
         self.scheduler.reserve(sequence, len(token_ids) + max_tokens)
         text = None
         if self.tokenizer is not None:

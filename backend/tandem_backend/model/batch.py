@@ -136,18 +136,24 @@ class AcceptedRows(PackedRows):
     places: Tensor  # [rows kept] int32, block index * block + offset
 
 
-def accept_rows(batch: RowBatch, paths: Sequence[Sequence[int]], block: int) -> AcceptedRows:
-    """Collect each sequence's accepted path (local row indices, root first, maybe empty) for commit."""
+def accept_rows(
+    batch: RowBatch, paths: Sequence[Sequence[int]], block: int, offsets: Sequence[int] | None = None
+) -> AcceptedRows:
+    """Collect each sequence's accepted path (local row indices, root first, maybe empty) for commit.
+
+    offsets: rows of each path that were committed before and that `paths` does not have any more; None: none were.
+    """
     slots: list[int] = []
     rows: list[int] = []
     places: list[int] = []
     starts = [0]
-    for seq, base, path in zip(batch.sequences, batch.starts, paths, strict=False):
+    for i, (seq, base, path) in enumerate(zip(batch.sequences, batch.starts, paths, strict=False)):
         if not path:
             continue
+        start = seq.prefix_len + (offsets[i] if offsets is not None else 0)
         slots.append(seq.slot)
         rows.extend([base + row for row in path])
-        for position in range(seq.prefix_len, seq.prefix_len + len(path)):
+        for position in range(start, start + len(path)):
             places.append(seq.block_table[position // block] * block + position % block)
         starts.append(len(rows))
     packed, parts = pack_ints(slots, starts, rows, places)

@@ -106,10 +106,18 @@ class Decoder:
         return [mixer.new_rows(num_rows) if isinstance(mixer, Attention) else next(delta) for mixer in mixers]
 
     def commit(
-        self, result: ForwardResult, batch: RowBatch, paths: Sequence[Sequence[int]], state: ModelState
+        self,
+        result: ForwardResult,
+        batch: RowBatch,
+        paths: Sequence[Sequence[int]],
+        state: ModelState,
+        offsets: Sequence[int] | None = None,
     ) -> AcceptedRows:
-        """Write what each sequence keeps of the pass: `paths` are local row indices, root first, maybe empty."""
-        accepted = accept_rows(batch, paths, state.block).to(self.device)
+        """Write what each sequence keeps of the pass: `paths` are local row indices, root first, maybe empty.
+
+        A path may be committed in parts: `offsets` says how many of each sequence's rows were committed before.
+        """
+        accepted = accept_rows(batch, paths, state.block, offsets).to(self.device)
         if len(accepted.slots):
             self.write(result.layer_rows, accepted, state)
         return accepted

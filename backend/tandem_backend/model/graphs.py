@@ -137,12 +137,16 @@ class GraphPasses:
         self.recorder.wait()
         return self._result(batch, captured.batch.bucket)
 
-    def commit(self, result: ForwardResult, batch: RowBatch, paths: Paths) -> None:
+    def commit(
+        self, result: ForwardResult, batch: RowBatch, paths: Paths, offsets: Sequence[int] | None = None
+    ) -> None:
         captured = self.last
         if captured is None:
-            self.launched.commit(result, batch, paths)
+            self.launched.commit(result, batch, paths, offsets)
             return
-        accepted = accept_rows(batch, paths, self.state.block)
+        if offsets is not None and any(offsets):
+            self.recorder.wait()  # the device may still be reading the part before
+        accepted = accept_rows(batch, paths, self.state.block, offsets)
         if len(accepted.slots):
             captured.accepted.fill(accepted)
             captured.commit()

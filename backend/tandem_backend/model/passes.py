@@ -25,8 +25,13 @@ class Passes(Protocol):
         The result's logits and hidden states are valid until the next pass.
         """
 
-    def commit(self, result: ForwardResult, batch: RowBatch, paths: Paths) -> None:
-        """Write what each sequence keeps of the last pass. A device may still be writing on return."""
+    def commit(
+        self, result: ForwardResult, batch: RowBatch, paths: Paths, offsets: Sequence[int] | None = None
+    ) -> None:
+        """Write what each sequence keeps of the last pass. A device may still be writing on return.
+
+        A path may be committed in parts: `offsets` says how many of each sequence's rows were committed before.
+        """
 
     def num_bytes(self) -> int:
         """Device memory that running passes so takes beyond weights and state."""
@@ -43,8 +48,10 @@ class LaunchedPasses:
         meanwhile()
         return self.decoder.forward(batch, self.state)
 
-    def commit(self, result: ForwardResult, batch: RowBatch, paths: Paths) -> None:
-        self.decoder.commit(result, batch, paths, self.state)
+    def commit(
+        self, result: ForwardResult, batch: RowBatch, paths: Paths, offsets: Sequence[int] | None = None
+    ) -> None:
+        self.decoder.commit(result, batch, paths, self.state, offsets)
 
     def num_bytes(self) -> int:
         return 0

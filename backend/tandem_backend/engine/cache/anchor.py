@@ -21,11 +21,12 @@ class Anchor:
     node: "Node"
     position: int
     state: SlotState  # recurrent state after that many tokens
-    hidden: (
-        Tensor | None
-    )  # [1, hidden_size], the target's last hidden state there, where a block drafter goes on from it
-    num_bytes: int
+    hidden: Tensor | None = None  # [1, hidden_size], the target's at the last token: drafters with KV go on from it
     priority: tuple[float, int] = (0.0, 0)  # the lowest goes first; see eviction.py
+
+    @property
+    def num_bytes(self) -> int:
+        return self.state.num_bytes + (self.hidden.nbytes if self.hidden is not None else 0)
 
     def token_ids(self) -> list[int]:
         """The prefix, [position] token ids."""

@@ -38,16 +38,23 @@ def to_save_bytes(anchors: Collection[Anchor]) -> Anchor | None:
 
 
 def to_free_blocks(anchors: Collection[Anchor], blocks: IndexPool, kept: Node | None) -> Anchor | None:
-    """The anchor to let go for blocks that nobody else has, `kept` not among them; None where no block comes free."""
+    """The anchor to let go for blocks that nobody else has, without touching the node `kept`; None where all do.
+
+    Where no block comes free at once, it is one that stands in the way.
+    """
+    in_the_way = None
     for anchor in sorted((anchor for anchor in anchors if _is_last(anchor)), key=lambda anchor: anchor.priority):
         nodes = freed_nodes(anchor)
-        if kept not in nodes and any(blocks.num_references(node.block) == 1 for node in nodes):
+        if kept in nodes:
+            continue
+        if any(blocks.num_references(node.block) == 1 for node in nodes):
             return anchor
-    return None
+        in_the_way = in_the_way or anchor
+    return in_the_way
 
 
 def freed_nodes(anchor: Anchor) -> list[Node]:
-    """The nodes that lead to this anchor alone."""
+    """The nodes that lead to this anchor alone, or to it and those before it in its own node."""
     nodes: list[Node] = []
     if not _is_last(anchor):
         return nodes
@@ -79,8 +86,8 @@ def _own_anchors_above(anchor: Anchor) -> Iterator[Anchor]:
 
 
 def _is_last(anchor: Anchor) -> bool:
-    """Whether no anchor lies behind it: then blocks come free with it."""
-    return len(anchor.node.anchors) == 1 and not anchor.node.children
+    """Whether no anchor lies behind it: then blocks come free with it, or with those in its block that go next."""
+    return not anchor.node.children and anchor.position == max(anchor.node.anchors)
 
 
 def _is_newest(anchor: Anchor) -> bool:

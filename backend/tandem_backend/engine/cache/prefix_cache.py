@@ -99,9 +99,9 @@ class PrefixCache:
         own = self.index.blocks.allocate()
         copy_block(self._kv, path[-1].block, own)
         sequence.block_table.append(own)
-        sequence.num_computed = match.position
         if match.anchor is not None:
             self.state.restore_slot(sequence.slot, match.anchor.state)
+        sequence.num_computed = match.position
         self._touch(match.anchor or next(eviction.anchors_from(match.node)))
 
     def add(
@@ -124,23 +124,42 @@ class PrefixCache:
         anchor = node.anchors.get(len(token_ids))
         if anchor is None:
             saved = state if isinstance(state, SlotState) else state()
-            anchor = Anchor(tenant, node, len(token_ids), saved, hidden, saved.num_bytes)
+            anchor = Anchor(tenant, node, len(token_ids), saved)
             node.anchors[anchor.position] = self._anchors[id(anchor)] = anchor
             self._anchor_bytes += anchor.num_bytes
-        elif anchor.hidden is None:
+        if anchor.hidden is None and hidden is not None:
             anchor.hidden = hidden
+            self._anchor_bytes += hidden.nbytes
         self._touch(anchor)
         self._shrink()
 
     def make_room(self, num_blocks: int, kept: Match | None) -> bool:
         """Let prefixes go until so many blocks are free, sparing what `kept` needs; says whether they are."""
         blocks = self.index.blocks
+        if blocks.num_free >= num_blocks:
+            return True
+        spared = {node.block for node in kept.node.path()} if kept is not None else set()
+        num_spared = sum(self.is_only_here(block) for block in spared)
+        if blocks.num_free + self.num_evictable - num_spared < num_blocks:
+            return False
         while blocks.num_free < num_blocks:
             anchor = eviction.to_free_blocks(self._anchors.values(), blocks, kept.node if kept is not None else None)
-            if anchor is None:
-                return False
+            assert anchor is not None, "as long as there are evictable blocks an anchor holds them"
             self._evict(anchor)
         return True
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that no sequence has."""
+        return sum(self.is_only_here(block) for block in self.index.block_ids)
+
+    def is_only_here(self, block: int) -> bool:
+        """Whether no sequence has a cached block."""
+        return self.index.blocks.num_references(block) == 1
+
+    def comes_free(self, block: int) -> bool:
+        """Whether a sequence's block could serve others without that sequence; maybe after an eviction."""
+        return self.index.blocks.num_references(block) == 1 + (block in self.index.block_ids)
 
     def clear(self) -> int:
         """Forget everything, the eviction hook is not asked; returns how many anchors there were."""

@@ -56,6 +56,11 @@ class Match:
     position: int
     anchor: Anchor | None  # None where the model has no recurrent state and needs none
 
+    @property
+    def num_shared_blocks(self) -> int:
+        """Blocks that a request shares; the last one it copies."""
+        return len(self.node.path()) - 1
+
     def feeds_drafter(self) -> bool:
         """Whether a block drafter can go on from here as well."""
         path = self.node.path()
@@ -70,9 +75,13 @@ class RadixIndex:
 
     def __init__(self, block: int, blocks: IndexPool, *, anywhere: bool, hash_tokens: TokenHash = hash) -> None:
         self.block, self.blocks, self.anywhere = block, blocks, anywhere
-        self.num_nodes = 0
+        self.block_ids: set[int] = set()  # of all nodes
         self._hash = hash_tokens
         self._roots: dict[Hashable, Node] = {}
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.block_ids)
 
     def match(
         self, tenant: Hashable, token_ids: Sequence[int], limit: int, *, with_drafter: bool = False
@@ -165,15 +174,20 @@ class RadixIndex:
             return shorter
         node = Node(token_ids, parent.end, block, parent, num_drafter_rows)
         self.blocks.share(block)
-        self.num_nodes += 1
+        self.block_ids.add(block)
         self._link(node)
         return node
 
     def _use_block(self, node: Node, block: int) -> None:
         if node.block != block:
             self.blocks.share(block)
-            self.blocks.release(node.block)
+            self.block_ids.add(block)
+            self._let_go(node.block)
             node.block = block
+
+    def _let_go(self, block: int) -> None:
+        self.block_ids.remove(block)
+        self.blocks.release(block)
 
     def _link(self, node: Node) -> None:
         assert node.parent is not None
@@ -191,8 +205,7 @@ class RadixIndex:
         """Let go of `node` and the nodes above it that lead to no anchor any more."""
         while node.parent is not None and not node.anchors and not node.children:
             self._unlink(node)
-            self.blocks.release(node.block)
-            self.num_nodes -= 1
+            self._let_go(node.block)
             node = node.parent
         if node.parent is None and not node.children:
             self._roots = {tenant: root for tenant, root in self._roots.items() if root is not node}
@@ -209,7 +222,8 @@ class RadixIndex:
     def check_integrity(self) -> None:
         """Raises AssertionError where a rule of the tree is broken."""
         nodes = list(self.nodes())
-        assert len(nodes) == self.num_nodes, f"{len(nodes)} nodes, {self.num_nodes} counted"
+        assert len(nodes) == self.num_nodes, "a block stands in two nodes"
+        assert {node.block for node in nodes} == self.block_ids, "blocks in the tree and in the books differ"
         for node in nodes:
             assert node.parent is not None
             assert node.anchors or node.children, "a node leads to no anchor"

@@ -4,9 +4,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from tandem_backend.model.state import KVLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,3 +64,23 @@ class Drafter(Protocol):
 
     def end(self, key: int) -> None:
         """The sequence is gone."""
+
+
+@runtime_checkable
+class KVDrafter(Protocol):
+    """What else the prefix cache asks of a drafter whose KV lies beside the target's, under the same block ids.
+
+    Its row of a position may depend on the token after it.
+    """
+
+    def kv_layers(self) -> list[KVLayer]:
+        """Copied with the target's, when a block is."""
+
+    def kept(self, key: int) -> tuple[int, Tensor | None]:
+        """Positions whose KV is written, and the target's hidden state [1, hidden_size] at the last of them."""
+
+    def resume(self, key: int, position: int, hidden: Tensor, next_token_id: int, block_table: Sequence[int]) -> None:
+        """A sequence that has begun goes on after `position` tokens: the KV of all but the last lies in its blocks.
+
+        hidden: [1, hidden_size], the target's at the last of them.
+        """

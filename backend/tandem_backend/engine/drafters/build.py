@@ -8,11 +8,12 @@ from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.draft_model import DraftModelDrafter
 from tandem_backend.engine.drafters.lookup import LookupDrafter
 from tandem_backend.engine.drafters.mtp import MtpDrafter
+from tandem_backend.engine.sizes import MemorySizes, memory_sizes
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import CheckpointError, ConfigError
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.mtp import MtpHead
-from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer, allocate_state, block_bytes
+from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer, allocate_state
 
 AUTO = "auto"
 
@@ -26,15 +27,9 @@ class DrafterPlan:
     mtp_head: MtpHead | None = field(default=None)
     draft_model: Decoder | None = field(default=None)
 
-    def block_bytes(self) -> int:
-        """Bytes that the drafters add to each KV block."""
-        own = 0
-        if self.mtp_head is not None:
-            config, device = self.mtp_head.decoder.config, self.mtp_head.decoder.device
-            own = block_bytes(config, num_extra_layers=1, device=device) - block_bytes(config, device=device)
-        if self.draft_model is not None:
-            own += block_bytes(self.draft_model.config, device=self.draft_model.device)
-        return own
+    def memory_sizes(self, target: Decoder) -> MemorySizes:
+        draft = self.draft_model.config if self.draft_model is not None else None
+        return memory_sizes(target.config, with_mtp=self.mtp_head is not None, draft_model=draft, device=target.device)
 
     def build(self, num_blocks: int, num_slots: int) -> dict[str, Drafter]:
         """The drafters by name, cheap ones first."""

@@ -28,6 +28,7 @@ class _Track:
     num_pending: int = 0
     pending: list[CommittedRows] = field(default_factory=list)
     output: Tensor | None = None  # [1, hidden_size], at the last written position
+    hidden: Tensor | None = None  # [1, hidden_size], the target's at the same position
 
     @property
     def num_rows(self) -> int:
@@ -40,7 +41,7 @@ class _Track:
     def written(self, output: Tensor) -> None:
         """All waiting rows are; output: [1, hidden_size] at the last of them."""
         self.num_written += self.num_pending
-        self.num_pending, self.output = 0, output
+        self.num_pending, self.output, self.hidden = 0, output, self.pending[-1].hidden[-1:]
         self.pending.clear()
 
 
@@ -91,6 +92,22 @@ class MtpDrafter:
 
     def end(self, key: int) -> None:
         self._tracks.pop(key, None)
+
+    def kv_layers(self) -> list[KVLayer]:
+        return [self.kv]
+
+    def kept(self, key: int) -> tuple[int, Tensor | None]:
+        track = self._tracks.get(key)
+        if track is None:
+            return 0, None
+        if track.pending:
+            self._write_pending([track])
+        return track.num_written, track.hidden
+
+    def resume(self, key: int, position: int, hidden: Tensor, next_token_id: int, block_table: Sequence[int]) -> None:
+        last = CommittedRows(key, position - 1, hidden, [next_token_id], block_table)
+        self._tracks[key] = _Track(num_written=position - 1)
+        self._tracks[key].wait(last)
 
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         full = []
