@@ -32,9 +32,10 @@ check: install ## format check, lint and type check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: install ## plain decoding beside transformers, then speculation beside plain decoding
+bench: install ## plain decoding beside transformers, speculation beside plain decoding, gRPC beside the engine
 	@$(BIN)/tandem bench plain $(ARGS)
 	@$(BIN)/tandem bench decode $(ARGS)
+	@$(BIN)/tandem bench serving $(ARGS)
 
 clean: ## remove .venv, the compiled kernels and caches
 	rm -rf $(VENV) $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,8 @@ import click
 if TYPE_CHECKING:  # torch takes seconds to import: only when a command runs
     from tandem_backend.verification.prompts import NamedPrompt
 
-CHECKPOINT = Path("model_repository/tandem/1/tandem-pydoc")
+REPOSITORY = Path("model_repository")
+CHECKPOINT = REPOSITORY / "tandem" / "1" / "tandem-pydoc"
 PROMPTS = Path("tests/prompts.jsonl")
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -36,7 +37,7 @@ def _checkpoint_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def _decode_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _measure_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option(
             "--prompts", "prompts_file", type=_FILE, default=PROMPTS, show_default=True, help="As for tandem verify."
@@ -49,7 +50,11 @@ def _decode_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     for option in reversed(options):
         command = option(command)
-    return _checkpoint_option(command)
+    return command
+
+
+def _decode_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    return _checkpoint_option(_measure_options(command))
 
 
 @click.group()
@@ -108,6 +113,60 @@ def decode(
         }
 
     _report(_measured(measure), render_decode, json_file)
+
+
+@bench.command()
+@click.option(
+    "--model-repository",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    default=REPOSITORY,
+    show_default=True,
+    help="Folder with the models to serve.",
+)
+@click.option("--triton-server", metavar="PATH", help="Triton server's folder or binary [env: TANDEM_TRITON_SERVER].")
+@click.option("--drafter", help="Of all requests; the engine's default otherwise.")
+@_measure_options
+def serving(
+    model_repository: Path,
+    triton_server: str | None,
+    drafter: str | None,
+    prompts_file: Path,
+    max_tokens: int,
+    repeats: int,
+    json_file: Path | None,
+) -> None:
+    """What serving costs: tokens/s through gRPC beside the engine in process.
+
+    Starts Triton server, then sends the same requests to it and to an engine of this process, in turns, one alone and
+    eight at once. The server, its client and the engine share this machine's cores. Exits 1 when a text differs.
+    """
+    from tandem_backend.benchmarks.environment import num_usable_cores, provenance
+    from tandem_backend.benchmarks.serving import ServingBench, render_serving
+    from tandem_backend.config import load_engine_config
+    from tandem_backend.serving.launcher import LaunchError, TritonServer, interrupt_on_signals
+
+    def measure() -> dict[str, Any]:
+        prompts = _read_prompts(prompts_file)
+        config = load_engine_config(model_repository / "tandem" / "1" / "engine.json", {"self_test_rows": 0})
+        with TritonServer(model_repository, triton_server=triton_server) as server:
+            rows = ServingBench(config, server, prompts, max_tokens, drafter).run(repeats, _say)
+        return {
+            "benchmark": "serving",
+            **provenance(num_usable_cores()),
+            "checkpoint": config.checkpoint.name,
+            "drafter": drafter or "default",
+            "max_tokens": max_tokens,
+            "repeats": repeats,
+            "stream_interval_ms": config.stream_interval_ms,
+            "rows": rows,
+        }
+
+    interrupt_on_signals()
+    try:
+        result = _measured(measure)
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from error
+    _report(result, render_serving, json_file)
 
 
 @bench.command("verify-curve")
