@@ -19,7 +19,7 @@ def statistics(scheduler: Scheduler, sizes: MemorySizes, self_test: SelfTestResu
         "num_queued": len(s.waiting),
         "num_sessions": len(s.sessions),
         "num_blocks": s.blocks.size,
-        "num_free_blocks": s.blocks.num_free,
+        "num_free_blocks": s.blocks.num_free + s.cache.num_evictable,
         "num_block_tokens": sizes.block,
         "kv_cache_bytes": s.blocks.size * sizes.block_bytes,
         "kv_cache_used_bytes": (s.blocks.size - s.blocks.num_free - s.cache.num_evictable) * sizes.block_bytes,
