@@ -38,6 +38,40 @@ class SessionEnd(StrEnum):
     FAILED = "failed"  # a round or a turn's start failed, or its first turn never ran
 
 
+class GrammarKind(StrEnum):
+    """How a grammar is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON list of texts
+    GRAMMAR = "grammar"  # EBNF as in llama.cpp (::=), or Lark
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an answer must look like."""
+
+    kind: GrammarKind
+    source: str
+    field: str  # the request's field that asked for it, for errors
+    whitespace_pattern: str | None = None  # a regex, of space within JSON; None: a space or an indented line break
+
+
+class ToolMode(StrEnum):
+    """Whether the answer may or must call tools."""
+
+    AUTO = "auto"
+    REQUIRED = "required"
+    NAMED = "named"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolChoice:
+    mode: ToolMode = ToolMode.AUTO
+    name: str | None = None  # of the one tool that NAMED calls
+    parallel: bool = True  # REQUIRED may make several calls
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """What a request asks of decoding; validated by `serving.sampling` before it is built.
@@ -69,6 +103,10 @@ class SamplingParams:
     num_logprobs: int = 0  # of the likeliest tokens, beside the chosen one's
     logprobs_mode: LogprobsMode = "raw"
     prompt_logprobs: int | None = None  # the same for the prompt's tokens; None: not even theirs
+    grammar: Grammar | None = None
+    tool_choice: ToolChoice | None = None  # None: the text is not searched for calls
+    max_reasoning_tokens: int | None = None  # of the answer's reasoning block; None: no limit
+    reasoning_stall_tokens: int | None = None  # a block whose last so many tokens repeat is closed; None: never
 
     @property
     def has_penalties(self) -> bool:

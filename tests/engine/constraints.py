@@ -30,3 +30,9 @@ class Steps:
         bits[self.num_taken % self.modulus : self.vocab_size : self.modulus] = 1
         words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
         mask.copy_(torch.where(words >= 1 << 31, words - (1 << 32), words).int())
+
+    def forced(self) -> list[int]:
+        return []
+
+    def is_finished(self) -> bool:
+        return False

@@ -38,7 +38,7 @@ def test_rounds_and_acceptance_length_of_a_chunked_prompt(hybrid: Path, plain: P
     assert (plainly.num_rounds, plainly.num_decode_rounds, plainly.acceptance_len) == (12, 9, 1.0)
     counters = driver.engine.counters()
     assert (counters.num_rounds, counters.num_output_tokens) == (18, 20)
-    assert counters.drafter_tokens == {"oracle": (6, 6)}
+    assert counters.drafter_tokens == {"oracle": (6, 6), "forced": (0, 0)}
     # Twelve decoding rounds: three of three tokens, nine of one. No gap before a first token.
     assert (counters.acceptance_len.counts[:4], counters.acceptance_len.total) == ([9, 0, 3, 0], 18)
     assert sum(counters.inter_token_s.counts) == 18
@@ -57,7 +57,7 @@ def test_no_decoding_round_has_no_acceptance_length(hybrid: Path) -> None:
 def test_counters_are_a_copy_and_begin_at_zero_for_every_drafter(hybrid: Path) -> None:
     driver = EngineDriver(engine_config(hybrid, drafters=("lookup", "mtp")))
     before = driver.engine.counters()
-    assert before.drafter_tokens == {"lookup": (0, 0), "mtp": (0, 0)}
+    assert before.drafter_tokens == {"lookup": (0, 0), "mtp": (0, 0), "forced": (0, 0)}
     driver.run(Request(request_id="1", prompt=Prompt(token_ids=PROMPT), params=PARAMS))
     assert (before.num_rounds, before.num_output_tokens) == (0, 0)
     assert sum(before.round_s.counts) == sum(before.inter_token_s.counts) == 0

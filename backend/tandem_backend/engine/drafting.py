@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem_backend.engine.account import Account, Trust
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, KVDrafter, Proposal
-from tandem_backend.engine.proposal_tree import ProposalTree
+from tandem_backend.engine.proposal_tree import FORCED, ProposalTree
 from tandem_backend.engine.router import Calibration, Prices, Router
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.sequence import Generation
@@ -54,13 +54,15 @@ class Drafting:
     def names(self, requested: str | None) -> frozenset[str]:
         """The drafters a request asks for. Raises InvalidRequestError naming the unknown one."""
         if requested is None:
-            return frozenset(self.default)
-        names = [name for name in requested.split("+") if name != NO_DRAFTER]
+            names = list(self.default)
+        else:
+            names = [name for name in requested.split("+") if name != NO_DRAFTER]
         for name in names:
-            if name not in self.drafters:
-                allowed = ", ".join([NO_DRAFTER, *self.drafters])
+            if name not in self.drafters and name != FORCED:
+                allowed = ", ".join([NO_DRAFTER, *self.drafters, FORCED])
                 raise InvalidRequestError(f"drafter: unknown drafter {name!r}; this model has {allowed} (join with +)")
-        return frozenset(names)
+        # Who drafts at all takes what is forced: it costs next to nothing.
+        return frozenset([*names, FORCED] if names else ())
 
     def begin(self, key: int) -> None:
         for name, drafter in self.drafters.items():
@@ -116,22 +118,31 @@ class Drafting:
     def propose(self, scheduled: Sequence[ScheduledRows]) -> Drafted:
         """One tree a decoding sequence, cut to what pays; the bare anchor where nothing does."""
         begun = time.perf_counter()
-        trees = {
-            i: ProposalTree(rows.generation.sequence.token_ids[-1], self._max_nodes(rows.generation))
-            for i, rows in enumerate(scheduled)
-            if not rows.num_prompt_rows
-        }
+        trees = {i: self._tree(rows.generation) for i, rows in enumerate(scheduled) if not rows.num_prompt_rows}
         num_other_rows = len(trees) + sum(rows.num_prompt_rows for rows in scheduled)
         prices = self.router.prices(len(trees), num_other_rows, self.commit_ms)
         asked: list[set[str]] = [set() for _ in scheduled]
         for name, drafter in self.drafters.items():
             self._ask(name, drafter, scheduled, trees, prices, asked)
+        for i, tree in trees.items():
+            self._draft_forced(tree, scheduled[i].generation)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         kept = self.router.cut(list(trees.values()), num_other_rows, milliseconds + self.commit_ms)
         cut: list[DraftTree | None] = [None] * len(scheduled)
         for (i, tree), nodes in zip(trees.items(), kept, strict=True):
             cut[i] = tree.draft_tree(nodes) if nodes else anchor_tree(tree.anchor)
         return Drafted(cut, asked, prices, milliseconds)
+
+    def _tree(self, generation: Generation) -> ProposalTree:
+        tree = ProposalTree(
+            generation.sequence.token_ids[-1], self._max_nodes(generation), generation.sampling.constraint
+        )
+        self._draft_forced(tree, generation)
+        return tree
+
+    def _draft_forced(self, tree: ProposalTree, generation: Generation) -> None:
+        if FORCED in generation.drafters:
+            tree.draft_forced(_max_depth(generation))
 
     def _ask(
         self,
@@ -146,8 +157,7 @@ class Drafting:
         contexts = {}
         for i, tree in trees.items():
             generation = scheduled[i].generation
-            # With one token left there is room for the bonus token only.
-            max_depth = generation.max_tokens - generation.num_output - 1
+            max_depth = _max_depth(generation)
             max_nodes = min(tree.max_nodes, self.router.row_budget - len(trees))
             wants = name in generation.drafters and name not in self.failed and max_nodes > 0 and max_depth > 0
             if wants and self._may_pay(generation.sequence.slot, name, tree):
@@ -228,10 +238,15 @@ class Drafting:
                     expected = self.calibration.probability(name, score)
                     self.trusts.setdefault((key, name), Trust()).learn(expected, taken=taken)
                     self.calibration.learn(name, score, taken=taken)
-            for name in rows.generation.drafters:
+            for name in rows.generation.drafters & self.drafters.keys():
                 account = self.accounts.setdefault((key, name), Account())
                 if name in asked:
                     num_accepted = sum(tree.drafters[node] == name for node in walk.path)
                     account.settle(num_accepted, self.cost_ms[name] / prices.token_ms)
                 else:
                     account.wait()
+
+
+def _max_depth(generation: Generation) -> int:
+    """Tokens that drafts may bring: with one token left there is room for the bonus token only."""
+    return generation.max_tokens - generation.num_output - 1

@@ -11,6 +11,7 @@ import tandem_kernels as kernels
 import torch
 
 from tandem_backend.config import EngineConfig
+from tandem_backend.engine.answer_form import AnswerForms
 from tandem_backend.engine.cache.prefix_cache import PrefixCache
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.build import plan_drafters
@@ -70,6 +71,7 @@ class Engine:
         if self.max_context_len > longest:
             raise ConfigError(f"max_context_len: at most {longest} (the checkpoint's), got {self.max_context_len}")
         self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size, self.max_context_len)
+        self._forms = AnswerForms(self.tokenizer, self.model.config)
         plan = plan_drafters(config, self.model, self.tokenizer)
         num_slots = max(config.max_active + config.max_sessions, NUM_SLOTS)
         self.sizes = plan.memory_sizes(self.model)
@@ -115,7 +117,7 @@ class Engine:
         prompt_ids = self.prompts.encode(request.prompt)
         if request.params.temperature > 0 and request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=fresh_seed()))
-        drafting = self.rounds.drafting
+        drafting, form = self.rounds.drafting, self._forms.form(request, prompt_ids)
         prepared = PreparedRequest(
             request,
             tuple(prompt_ids),
@@ -123,6 +125,8 @@ class Engine:
             time.monotonic(),
             resumes_kv=drafting.resumes_kv(drafting.names(request.params.drafter)),
             bad_words=self.prompts.encode_bad_words(request.params.bad_words),
+            constraint=self._forms.constraint(request, form),
+            form=form,
         )
         self.limits.check(request, len(prompt_ids))
         return prepared

@@ -5,14 +5,22 @@ from collections.abc import Sequence, Set
 
 from tandem_backend.engine.draft_tree import DraftTree
 from tandem_backend.engine.drafters.base import Proposal
+from tandem_backend.engine.sampling import Constraint
+
+FORCED = "forced"  # who proposes what a constraint leaves no choice about
 
 
 class ProposalTree:
-    """Nodes in order of arrival; -1 stands for the anchor as a parent."""
+    """Nodes in order of arrival; -1 stands for the anchor as a parent.
 
-    def __init__(self, anchor: int, max_nodes: int) -> None:
+    With a constraint (its state at the anchor) the tree drops nodes that it rules out, and can draft what it forces.
+    """
+
+    def __init__(self, anchor: int, max_nodes: int, constraint: Constraint | None = None) -> None:
         self.anchor = anchor
         self.max_nodes = max_nodes  # nodes that may be kept; the proposals together may be more
+        self.constraint = constraint
+        self.states: list[Constraint | None] = []  # by node; None: the node can't be accepted, or nothing constrains
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.drafters: list[str] = []  # who proposed the node first
@@ -37,6 +45,9 @@ class ProposalTree:
             else:
                 self.conditionals[node] = max(self.conditionals[node], conditional)
             places.append(node)
+        self._multiply()
+
+    def _multiply(self) -> None:
         # Parents come before children, so a path is complete when its node is reached; a better probability of a shared
         # node counts for all below it.
         for node, place in enumerate(self.parents):
@@ -50,9 +61,34 @@ class ProposalTree:
         self.scores.append(score)
         self.conditionals.append(conditional)
         self.paths.append(0.0)
-        self.children[parent].append(node)
         self.children[node] = []
+        self.states.append(self._state_after(token_id, parent))
+        if self.constraint is None or self.states[node] is not None:
+            self.children[parent].append(node)
+        else:
+            self.conditionals[node] = 0.0
         return node
+
+    def _state_after(self, token_id: int, parent: int) -> Constraint | None:
+        before = self.constraint if parent < 0 else self.states[parent]
+        state = before.fork() if before is not None else None
+        return state if state is not None and state.advance(token_id) else None
+
+    def draft_forced(self, max_depth: int) -> None:
+        """Add what the constraint forces behind the nodes that nothing was proposed for, or behind the bare anchor."""
+        if self.constraint is None:
+            return
+        depths = {-1: 0}
+        for node, parent in enumerate(self.parents):
+            depths[node] = depths[parent] + 1
+        for leaf in [node for node, children in self.children.items() if not children]:
+            state = self.constraint if leaf < 0 else self.states[leaf]
+            room = min(max_depth - depths[leaf], self.max_nodes)
+            if state is None or room <= 0:
+                continue
+            for token_id in state.forced()[:room]:
+                leaf = self._append(token_id, leaf, FORCED, 1.0, 1.0)
+        self._multiply()
 
     def draft_tree(self, kept: Set[int]) -> DraftTree:
         """The kept nodes (closed under parents) in depth-first pre-order, likelier children first."""

@@ -13,6 +13,7 @@ from tandem_backend.engine.choose import NO_TOKEN, Choice, choose
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, accept, anchor_tree
 from tandem_backend.engine.drafters.base import CommittedRows
 from tandem_backend.engine.drafting import Drafting
+from tandem_backend.engine.proposal_tree import FORCED
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.times import PARTS, RoundTimes, Stopwatch
 from tandem_backend.errors import InvalidRequestError
@@ -50,7 +51,7 @@ class RoundRunner:
 
     def __post_init__(self) -> None:
         self.anchors = AnchorTaker(self.passes, self.state, self.drafting, self.cache)
-        self.counters.drafter_tokens.update(dict.fromkeys(self.drafting.drafters, (0, 0)))
+        self.counters.drafter_tokens.update(dict.fromkeys([*self.drafting.drafters, FORCED], (0, 0)))
 
     def run(self, scheduled: Sequence[ScheduledRows]) -> list[Step]:
         """One pass over the rows of all scheduled requests; their sequences come out longer."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem_backend.engine.answer_form import AnswerForm
 from tandem_backend.engine.sampling import Constraint, RequestSampling
 from tandem_backend.engine.text_output import TextOutput
 from tandem_backend.types import FinishReason, PromptLogprob, Request, RequestStats, SequenceId
@@ -40,6 +41,7 @@ class PreparedRequest:
     resumes_kv: bool = False  # drafts with a drafter that goes on only where its own KV is kept too
     bad_words: tuple[tuple[int, ...], ...] = ()  # their token ids
     constraint: Constraint | None = None  # before the first output token; each generation forks it
+    form: AnswerForm = field(default_factory=AnswerForm)
 
     @property
     def deadline_s(self) -> float:
@@ -151,6 +153,9 @@ class Generation:
             pieces.append(piece)
             if stopped:
                 return FinishReason.STOP
+        if self.sampling.is_finished:
+            pieces.append(self.flush())
+            return FinishReason.STOP
         if self.num_output >= self.max_tokens:
             pieces.append(self.flush())
             return FinishReason.LENGTH

@@ -82,6 +82,16 @@ class Tokenizer:
         vocabulary: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
         return vocabulary
 
+    @property
+    def chat_template(self) -> str | None:
+        template: str | None = self._tokenizer.chat_template
+        return template if isinstance(template, str) else None
+
+    def to_json(self) -> str:
+        """As a tokenizer.json, with the tokens that tokenizer_config.json adds."""
+        text: str = self._backend.to_str()
+        return text
+
     def stream(self) -> "TokenTextStream":
         return TokenTextStream(self)
 

@@ -34,6 +34,12 @@ class Constraint(Protocol):
         with an error.
         """
 
+    def forced(self) -> Sequence[int]:
+        """Tokens that come next whatever the target thinks, as far as that is known; they are drafted for nothing."""
+
+    def is_finished(self) -> bool:
+        """Whether the output is complete and nothing may be added: the request ends here, before min_tokens too."""
+
 
 def node_states(root: Constraint, token_ids: Sequence[int], parents: Sequence[int]) -> list[Constraint | None]:
     """The state at each node of a draft tree (node 0 is the anchor, whose state is `root`).

@@ -32,6 +32,11 @@ class RequestSampling:
         assert self.params.seed is not None, "a request that samples got a seed when it was prepared"
         return (self.params.seed + (1 << 63)) % (1 << 64) - (1 << 63)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the constraint says that the output is complete."""
+        return self.constraint is not None and self.constraint.is_finished()
+
     def is_plain(self, num_output: int) -> bool:
         """Whether a row now chooses by the largest of its raw logits and nothing else is asked of it."""
         return num_output >= self.params.min_tokens and self.constraint is None and self.params.is_plain
