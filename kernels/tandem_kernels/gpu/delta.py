@@ -42,7 +42,8 @@ def _step(state, q, k, v, decay, strength):
 def _row(path, root, t, HAS_LIST: tl.constexpr):
     if HAS_LIST:
         return tl.load(path + t).to(tl.int64)
-    return tl.where(root >= 0, root + t, tl.load(path + t, mask=root < 0, other=0)).to(tl.int64)
+    else:
+        return tl.where(root >= 0, root + t, tl.load(path + t, mask=root < 0, other=0)).to(tl.int64)
 
 
 @triton.jit

@@ -19,7 +19,8 @@ def dot(a, b, acc):
     """a @ b + acc, with acc in ACCUMULATOR. The interpreter knows no bfloat16 product."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float64), b.to(tl.float64), acc, out_dtype=tl.float64)
-    return tl.dot(a, b, acc)
+    else:
+        return tl.dot(a, b, acc)
 
 
 @triton.jit

@@ -36,10 +36,11 @@ def _tile(
     """[ROWS, BLOCK_K] of a matrix from (row, k) on, zero outside of it."""
     if HAS_DESCRIPTOR:
         return source.load([row, k])
-    rows = row + tl.arange(0, ROWS)
-    inputs = k + tl.arange(0, BLOCK_K)
-    inside = (rows < num_rows)[:, None] & (inputs < num_inputs)[None, :]
-    return tl.load(source + rows.to(tl.int64)[:, None] * stride + inputs[None, :], mask=inside, other=0.0)
+    else:
+        rows = row + tl.arange(0, ROWS)
+        inputs = k + tl.arange(0, BLOCK_K)
+        inside = (rows < num_rows)[:, None] & (inputs < num_inputs)[None, :]
+        return tl.load(source + rows.to(tl.int64)[:, None] * stride + inputs[None, :], mask=inside, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

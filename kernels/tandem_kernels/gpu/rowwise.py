@@ -108,7 +108,9 @@ def rope_kernel(
     HAS_NORM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Head program_id(1) of a row: norm and rotation of queries and keys, a copy of values.
+    """Head program_id(1) of a row: norm and rotation of queries and keys, a copy of values, those not finite as 0.
+
+    Rows share tiles of attention, where a value weighs 0 in rows that don't see it; 0 times infinity would not be 0.
 
     x: a row holds the queries, at k_start the keys, then the values. The outputs are [rows, heads, dim].
     """
@@ -120,6 +122,7 @@ def rope_kernel(
     source = x + row * x_stride + start
     values = tl.load(source + n, mask=inside, other=0.0).to(tl.float32)
     if is_value:
+        values = tl.where(tl.abs(values) < float("inf"), values, 0.0)
         place = (row * kv_heads + head - heads - kv_heads) * dim + n
         tl.store(v_out + place, cast(values, v_out.dtype.element_ty), mask=inside)
     else:
