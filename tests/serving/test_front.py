@@ -1,14 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stateless front `tandem_generate`, with a scripted `tandem` behind it."""
 
+import gc
 import json
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from fakes.pb_utils import InferenceRequest, InferenceResponse, Tensor, TritonError, TritonModelException
+from fakes.pb_utils import (
+    InferenceRequest,
+    InferenceResponse,
+    ResponseSender,
+    Tensor,
+    TritonError,
+    TritonModelException,
+)
 from tandem_backend.serving.front import TritonPythonModel
 
 Handler = Callable[[InferenceRequest], Iterator[InferenceResponse]]
@@ -154,3 +164,40 @@ def test_more_requests_than_places_are_refused(serve: Callable[..., Inner]) -> N
     release.set()
     first.sender.wait()
     assert first.sender.text() == "a"
+
+
+def test_an_iterator_outlives_the_question_after_its_end(serve: Callable[..., Inner]) -> None:
+    """Else the stub may be the last to let go of it, without the GIL: see ended_iterators."""
+
+    class Responses:
+        def __init__(self) -> None:
+            self.ended = False
+
+        def __iter__(self) -> Iterator[InferenceResponse]:
+            yield text("a")
+            self.ended = True
+
+    alive: list[weakref.ref[Responses]] = []
+    seen: list[bool] = []
+
+    def answer(_: InferenceRequest) -> Responses:
+        responses = Responses()
+        alive.append(weakref.ref(responses))
+        return responses
+
+    class Asked(ResponseSender):
+        def is_cancelled(self) -> bool:
+            responses = alive[0]() if alive else None
+            seen.append(responses is not None and responses.ended)
+            return super().is_cancelled()
+
+    request = InferenceRequest.of(text_input="x")
+    request.sender = Asked()
+    serve(answer, request)  # type: ignore[arg-type]
+    request.sender.wait()
+    assert seen[-1]  # before FINAL: Triton server frees then what is asked for
+    deadline = time.monotonic() + 10
+    while alive[0]() is not None:
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.01)

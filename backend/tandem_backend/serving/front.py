@@ -15,6 +15,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tandem_backend.errors import InternalError, UnavailableError
+from tandem_backend.serving.ended_iterators import EndedIterators
 from tandem_backend.serving.loop import POLL_INTERVAL_S
 from tandem_backend.serving.model_config import string_parameters
 from tandem_backend.serving.request import ERROR_PARAMETER, FLAG_SEQUENCE_END, FLAG_SEQUENCE_START
@@ -40,17 +41,22 @@ class _Forwarded:
     sequence_id: str
     sender: Any
     responses: Any  # the BLS response iterator
+    ended_iterators: EndedIterators
     cancelled: bool = False
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def end(self) -> None:
+        """All responses were read. Asking once more lets go of them."""
+        self.ended_iterators.hold(self.responses)
+        self.is_cancelled()
         with self.lock:
             self.ended = True
 
     def is_cancelled(self) -> bool:
         with self.lock:
-            self.cancelled = not self.ended and bool(self.sender.is_cancelled())
+            if not self.cancelled and not self.ended:
+                self.cancelled = self.ended_iterators.ask_cancelled(self.sender)
             return self.cancelled
 
 
@@ -67,6 +73,7 @@ class TritonPythonModel:
         self._closers = ThreadPoolExecutor(NUM_CLOSERS, thread_name_prefix="close")
         self._lock = threading.Lock()
         self._live: dict[str, _Forwarded] = {}
+        self._ended_iterators = EndedIterators()
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         self._watcher.start()
@@ -112,26 +119,31 @@ class TritonPythonModel:
             timeout=request.timeout(),
             parameters={**_bls_parameters(request.parameters()), ERROR_PARAMETER: True},
         )
-        forwarded = _Forwarded(sequence_id, sender, inner.exec(decoupled=True))
+        forwarded = _Forwarded(sequence_id, sender, inner.exec(decoupled=True), self._ended_iterators)
         with self._lock:
             self._live[sequence_id] = forwarded
-        completed = False
         try:
-            for response in forwarded.responses:
-                if forwarded.cancelled:
-                    continue
-                error = response.error() if response.has_error() else passed_error(response)
-                if error is not None:
-                    sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error))
-                elif response.output_tensors():  # the empty one only carries the FINAL flag
-                    sender.send(response)
-            completed = True
+            self._pass_on(forwarded)
+        except BaseException:  # a response could not be sent: nobody is left to generate for
+            self._cancel(forwarded)
+            for _ in forwarded.responses:
+                pass
+            raise
         finally:
             forwarded.end()
             with self._lock:
                 self._live.pop(sequence_id, None)
-            if not completed:  # a response could not be sent: nobody is left to generate for
-                self._cancel(forwarded)
+
+    def _pass_on(self, forwarded: _Forwarded) -> None:
+        for response in forwarded.responses:
+            if forwarded.cancelled:
+                continue
+            tensors = response.output_tensors()  # held here: send() would free those it drops without the GIL
+            error = response.error() if response.has_error() else passed_error(response)
+            if error is not None:
+                forwarded.sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error))
+            elif tensors:  # the empty one only carries the FINAL flag
+                forwarded.sender.send(response)
 
     def _watch(self) -> None:
         """Cancellation does not travel through BLS by itself."""
@@ -157,9 +169,11 @@ class TritonPythonModel:
                 requested_output_names=["text_output"],
                 inputs=[pb_utils.Tensor("stop", np.array([True]))],
             )
-            for response in stop.exec(decoupled=True):
-                if response.has_error():
-                    raise InternalError(response.error().message())
+            responses = stop.exec(decoupled=True)
+            errors = [response.error().message() for response in responses if response.has_error()]
+            self._ended_iterators.hold(responses)
+            if errors:
+                raise InternalError(errors[0])
         except Exception as error:
             pb_utils.Logger.log_warn(f"a cancelled request could not be stopped: {error}")
 

@@ -35,7 +35,7 @@ class TritonPythonModel:
         path = Path(args["model_repository"]) / args["model_version"] / "engine.json"
         try:
             check_model_config(config)
-            metrics = Metrics(args["model_name"], args["model_version"]) if reports_metrics(config) else None
+            self._metrics = Metrics(args["model_name"], args["model_version"]) if reports_metrics(config) else None
             engine_config = load_engine_config(path, engine_overrides(config))
             log = None
             if engine_config.request_log != "off":
@@ -44,10 +44,10 @@ class TritonPythonModel:
         except TandemError as error:
             raise pb_utils.TritonModelException(error.wire()) from error
         self._request_ids = (str(number) for number in itertools.count(1))
-        self._observe = partial(_Observer, metrics, log)
+        self._observe = partial(_Observer, self._metrics, log)
         self._loop = EngineLoop(
             self._engine,
-            metrics.update if metrics else None,
+            self._metrics.update if self._metrics else None,
             stream_interval_s=engine_config.stream_interval_ms / 1e3,
             on_broken=partial(_unload, args["model_name"]),
         )
@@ -66,6 +66,8 @@ class TritonPythonModel:
         """Answer what is left with UNAVAILABLE and stop. Also called when initialize() failed."""
         if hasattr(self, "_loop"):
             self._loop.stop()
+            if self._metrics is not None:
+                self._metrics.close()
 
     def _accept(self, request: Any) -> None:
         sender = request.get_response_sender()

@@ -24,6 +24,11 @@ class Registry:
         # By name and label values: the metric and what was last written to it.
         self._written: dict[tuple[str, ...], tuple[Any, float | None]] = {}
 
+    def close(self) -> None:
+        """Let go of all metrics."""
+        self._written.clear()
+        self._families.clear()
+
     def gauge(self, name: str, description: str, value: float, **labels: str) -> None:
         metric, written = self._metric(name, pb_utils.MetricFamily.GAUGE, description, labels)
         # Unwritten, a gauge may still have the value of an instance before this one.

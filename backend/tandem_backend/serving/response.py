@@ -93,7 +93,9 @@ class Responder:
             return
         ended = Ended(output.finish_reason, self.is_streaming, output.stats) if output.finish_reason else None
         try:
-            self._send(pb_utils.InferenceResponse(output_tensors=self._tensors(output)), ended)
+            # Held here while it is sent: the stub would free a tensor that was not requested without the GIL.
+            tensors = self._tensors(output)
+            self._send(pb_utils.InferenceResponse(output_tensors=tensors), ended)
         except Exception as error:
             self.fail(InternalError(f"the response could not be sent: {error}"), output.stats)
         self._text, self._token_ids, self._logprobs, self._prompt_logprobs = "", [], [], []
