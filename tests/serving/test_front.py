@@ -54,7 +54,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Inner]]:
         monkeypatch.setattr(InferenceRequest, "handler", staticmethod(inner), raising=False)
         model = TritonPythonModel()
         values = {key: {"string_value": value} for key, value in parameters.items()}
-        model.initialize({"model_config": json.dumps({"parameters": values})})
+        config = json.dumps({"parameters": values})
+        model.initialize({"model_config": config, "model_name": "tandem_generate", "model_version": "1"})
         models.append(model)
         model.execute(list(requests))
         return inner

@@ -291,3 +291,19 @@ def test_each_request_gets_exactly_one_final(
     for sender in harness.senders.values():
         sender.wait()
         assert sender.num_finals == 1
+
+
+def test_draining_lets_requests_end_and_answers_the_rest() -> None:
+    scripts = {"short": [chunk("a "), *[chunk("b ")] * 20, DONE], "endless": ENDLESS}
+    with running(scripts) as harness:
+        short, endless = harness.submit("short"), harness.submit("endless")
+        endless.wait_for_first()
+        harness.loop.drain(0.5)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            harness.submit("short")
+        assert reason(short) == "stop"
+        assert endless.num_finals == 0
+        error = endless.wait()[-1].error()
+        assert (error.code(), endless.num_finals) == ("UNAVAILABLE", 1)
+        assert "exit timeout" in error.message()
+        wait_until(lambda: not harness.engine.has_work())

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 CHILD = """
 import os, time
@@ -14,7 +15,7 @@ exit_with_parent(interval_s=0.05)
 print(os.getpid(), flush=True)
 time.sleep(60)
 """
-PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
 
 
 def is_running(pid: int) -> bool:
@@ -27,7 +28,10 @@ def is_running(pid: int) -> bool:
 
 
 def test_the_child_ends_when_its_parent_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True) as parent:
+    region = Path("/dev/shm") / f"tandem_test_{os.getpid()}"
+    region.touch()
+    command = [sys.executable, "-c", PARENT, CHILD, f"/{region.name}"]  # as a stub is told its region
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = int(parent.stdout.readline())
         time.sleep(0.3)
@@ -37,3 +41,4 @@ def test_the_child_ends_when_its_parent_is_killed() -> None:
         while is_running(child):
             assert time.monotonic() < deadline, "the child outlived its parent"
             time.sleep(0.02)
+    assert not region.exists()

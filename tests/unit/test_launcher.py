@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server process against a made-up Triton server: ports, command line, readiness, what stop() leaves."""
 
+import json
 import os
 import signal
 import socket
@@ -79,7 +80,7 @@ def test_start_and_stop(tmp_path: Path, wheel: Path, repository: Path, others: s
         for expected in (
             f"--model-repository={repository}",
             "--backend-config=python,thread-pool-size=320",
-            "--exit-timeout-secs=5",
+            "--exit-timeout-secs=15",  # the models answer what runs past 5
             "--http-address=127.0.0.1",
             "--grpc-address=127.0.0.1",
             "--metrics-address=127.0.0.1",
@@ -145,3 +146,43 @@ def test_a_model_that_did_not_load_is_named(wheel: Path, repository: Path, other
 def test_a_server_that_never_gets_ready(wheel: Path, repository: Path) -> None:
     with pytest.raises(LaunchError, match=r"is not ready after 0\.5 s"):
         _start_script(wheel, repository, "import time\ntime.sleep(60)", ready_timeout_s=0.5)
+
+
+def test_an_empty_repository_is_refused(wheel: Path, repository: Path, others: set[Path]) -> None:
+    with pytest.raises(LaunchError, match=rf"--model-repository {repository}: holds no model"):
+        _start_script(wheel, repository, "MODELS = []" + textwrap.dedent(SERVER_SCRIPT))
+    assert _regions() == others
+
+
+def test_models_are_told_to_drain_before_the_server_stops(tmp_path: Path, wheel: Path, repository: Path) -> None:
+    log = tmp_path / "server.log"
+    with TritonServer(repository, triton_server=str(wheel), log_path=log, exit_timeout_s=7) as server:
+        drain_file = Path(json.loads(_logged(log, "ENV"))["TANDEM_DRAIN_FILE"])
+        assert not drain_file.exists()
+        told: list[str] = []
+        terminate = server.process.terminate
+
+        def note_then_terminate() -> None:
+            told.append(drain_file.read_text())
+            terminate()
+
+        server.process.terminate = note_then_terminate  # type: ignore[method-assign]
+    assert told == ["7"]
+
+
+def test_only_the_launcher_may_load_and_unload(tmp_path: Path, wheel: Path, repository: Path) -> None:
+    log = tmp_path / "server.log"
+    with TritonServer(repository, triton_server=str(wheel), log_path=log) as server:
+        arguments = json.loads(_logged(log, "ARGS"))
+        assert {"--model-control-mode=explicit", "--load-model=*"} <= set(arguments)
+        assert f"--http-restricted-api=model-repository:tandem-model-repository-key={server.api.key}" in arguments
+        assert f"--grpc-restricted-protocol=model-repository:tandem-model-repository-key={server.api.key}" in arguments
+
+
+def test_a_control_mode_of_the_user_stays(tmp_path: Path, wheel: Path, repository: Path) -> None:
+    log = tmp_path / "server.log"
+    own = ["--model-control-mode=none"]
+    with TritonServer(repository, triton_server=str(wheel), log_path=log, extra_args=own) as server:
+        arguments = json.loads(_logged(log, "ARGS"))
+        assert server.api.key is None
+        assert not [argument for argument in arguments if "restricted" in argument or "--load-model" in argument]

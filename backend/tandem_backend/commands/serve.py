@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from tandem_backend.serving.launcher import LaunchError, TritonServer, interrupt_on_signals
+from tandem_backend.serving.supervisor import Supervisor
 
 _LOG_ARGS = {
     "error": ("--log-info=false", "--log-warning=false"),
@@ -42,7 +43,14 @@ _LOG_ARGS = {
     type=click.IntRange(min=0),
     default=30,
     show_default=True,
-    help="Seconds running requests get to finish after SIGTERM or Ctrl-C.",
+    help="Seconds running requests get to finish after SIGTERM or Ctrl-C; then they are answered UNAVAILABLE.",
+)
+@click.option(
+    "--heartbeat-timeout",
+    type=click.FloatRange(min=2),
+    default=30,
+    show_default=True,
+    help="A model that shows no sign of life for so many seconds is loaded anew.",
 )
 @click.argument("server_args", nargs=-1, type=click.UNPROCESSED)
 def serve(
@@ -55,11 +63,13 @@ def serve(
     log_level: str,
     ready_timeout: float,
     exit_timeout: int,
+    heartbeat_timeout: float,
     server_args: tuple[str, ...],
 ) -> None:
     """Serve a model repository with Triton server until SIGTERM or Ctrl-C.
 
-    SERVER_ARGS after `--` go to tritonserver as they are. Exits with the server's code.
+    A model whose stub is dead or stuck is loaded anew, a server that crashed is started anew. SERVER_ARGS after `--` go
+    to tritonserver as they are. Exits with the server's code.
     """
     server = TritonServer(
         model_repository,
@@ -76,8 +86,14 @@ def serve(
     interrupt_on_signals()
     try:
         with server:
-            click.echo(_announcement(server), err=True)
-            server.process.wait()
+            _announce(server)
+            Supervisor(
+                server,
+                heartbeat_timeout,
+                load_timeout_s=ready_timeout,
+                say=lambda line: click.echo(f"tandem: {line}", err=True),
+                on_restart=lambda: _announce(server),
+            ).run()
     except LaunchError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
@@ -86,8 +102,8 @@ def serve(
     sys.exit(code if code >= 0 else 128 - code)
 
 
-def _announcement(server: TritonServer) -> str:
-    return f"""
+def _announce(server: TritonServer) -> None:
+    text = f"""
 Tandem is ready:
   HTTP     http://{server.http_url}
   gRPC     {server.grpc_url}
@@ -96,3 +112,4 @@ Tandem is ready:
   curl -N http://{server.http_url}/v2/models/tandem_generate/generate_stream \\
       -d '{{"text_input": "def parse_args(", "stream": true, "max_tokens": 64}}'
 """
+    click.echo(text, err=True)

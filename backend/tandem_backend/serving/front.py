@@ -6,6 +6,7 @@ HTTP generate can't carry a sequence id, and `tandem` requires one. So each requ
 
 import json
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ import triton_python_backend_utils as pb_utils
 
 from tandem_backend.errors import InternalError, UnavailableError
 from tandem_backend.serving.ended_iterators import EndedIterators
-from tandem_backend.serving.loop import POLL_INTERVAL_S
-from tandem_backend.serving.model_config import string_parameters
+from tandem_backend.serving.loop import POLL_INTERVAL_S, REPORT_INTERVAL_S
+from tandem_backend.serving.model_config import reports_metrics, string_parameters
+from tandem_backend.serving.registry import Registry
 from tandem_backend.serving.request import ERROR_PARAMETER, FLAG_SEQUENCE_END, FLAG_SEQUENCE_START
 from tandem_backend.serving.response import ERROR_OUTPUT, FINAL, passed_error, triton_error
 from tandem_backend.serving.watchdog import exit_with_parent
@@ -27,6 +29,7 @@ ONE_SHOT = FLAG_SEQUENCE_START | FLAG_SEQUENCE_END
 # More than the engine's default max_active + max_queued, so that usually the engine is the one that refuses.
 DEFAULT_MAX_REQUESTS = 300
 NUM_CLOSERS = 4
+HEARTBEAT = "tandem_heartbeat_timestamp_seconds"  # as `tandem` has one: see supervisor.py
 
 
 @dataclass(slots=True)
@@ -65,7 +68,9 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         exit_with_parent()
-        parameters = string_parameters(json.loads(args["model_config"]))
+        config = json.loads(args["model_config"])
+        parameters = string_parameters(config)
+        self._registry = Registry(args["model_name"], args["model_version"]) if reports_metrics(config) else None
         self._model_name = parameters.get("model_name", "tandem")
         self._max_requests = int(parameters.get("max_requests", DEFAULT_MAX_REQUESTS))
         self._places = threading.Semaphore(self._max_requests)
@@ -92,6 +97,8 @@ class TritonPythonModel:
         self._watcher.join()
         self._pool.shutdown(wait=False)
         self._closers.shutdown(wait=False)
+        if self._registry is not None:
+            self._registry.close()
 
     def _serve(self, request: Any) -> None:
         sender = request.get_response_sender()
@@ -146,8 +153,12 @@ class TritonPythonModel:
                 forwarded.sender.send(response)
 
     def _watch(self) -> None:
-        """Cancellation does not travel through BLS by itself."""
+        """Cancellation does not travel through BLS by itself. The heartbeat is that of this thread."""
+        next_beat_s = 0.0
         while not self._stopping.wait(POLL_INTERVAL_S):
+            if self._registry is not None and time.monotonic() >= next_beat_s:
+                self._registry.gauge(HEARTBEAT, "When the front's watcher last came by, since 1970", time.time())
+                next_beat_s = time.monotonic() + REPORT_INTERVAL_S
             with self._lock:
                 live = list(self._live.values())
             for forwarded in live:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one Triton server over a model repository: start, wait until every model is READY, stop with all it left."""
 
-import http.client
-import json
 import os
 import re
 import secrets
@@ -18,7 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tandem_backend.serving.drain import DRAIN_FILE_VARIABLE
 from tandem_backend.serving.installation import LaunchError, TritonInstallation, find_triton_server
+from tandem_backend.serving.server_api import ServerApi
 
 __all__ = ["LaunchError", "TritonInstallation", "TritonServer", "find_triton_server", "interrupt_on_signals"]
 
@@ -27,6 +27,8 @@ _POLL_S = 0.1
 # 33rd would wait there, unseen by the engine. tandem_generate takes 300 requests at once; the rest is to spare.
 _BLS_THREADS = 320
 _EXIT_GRACE_S = 15  # the server may take this much longer than its exit timeout
+# The models answer the rest at the end of the exit timeout. That has to reach the clients, and the models to unload.
+_ANSWER_S = 10
 # Lines of the server's log that never say why it failed; a machine without a GPU has the last two.
 _NOISE = re.compile(r"[IW]\d{4} |[+|]|\s*$|E\d{4} .*CudaDriverHelper|Error: Failed to initialize NVML")
 _SHARED_MEMORY = Path("/dev/shm")
@@ -36,12 +38,14 @@ class TritonServer:
     """A Triton server process; as a context manager it runs from start() to stop(). Port 0 means any free port.
 
     The server's and the models' output goes to `log_path` (a temporary file by default), or with `foreground` to
-    the caller's own output. `exit_timeout_s` is what running requests get to finish in stop().
+    the caller's own output. `exit_timeout_s` is what running requests get to finish in stop(); then they are answered
+    UNAVAILABLE. Models can be loaded and unloaded through `api`, unless `extra_args` set another --model-control-mode.
     """
 
     http_url: str  # "HOST:PORT", as are the other two
     grpc_url: str
     metrics_url: str
+    api: ServerApi
 
     def __init__(
         self,
@@ -105,24 +109,32 @@ class TritonServer:
         ports = choose_ports(self._host, self._ports)
         reachable = "127.0.0.1" if self._host == "0.0.0.0" else self._host
         self.http_url, self.grpc_url, self.metrics_url = (f"{reachable}:{port}" for port in ports.values())
+        self.api = ServerApi(self.http_url, self.metrics_url)
         self._run_dir = Path(tempfile.mkdtemp(prefix="tandem-"))
         try:
-            self._spawn(self._command(installation, ports), installation.environment(os.environ))
+            env = installation.environment(os.environ) | {DRAIN_FILE_VARIABLE: str(self._drain_file())}
+            self._spawn(self._command(installation, ports), env)
             self._wait_until_ready()
         except BaseException:
             self.stop()
             raise
 
     def stop(self) -> None:
-        """Ask the server to exit and wait; whatever is left of it after that is killed, its shared memory removed."""
+        """Let the models drain, then the server; what is left after that is killed, its shared memory removed."""
         if self._run_dir is None:
             return
         try:
             if self._process is not None:
+                self._drain_file().write_text(str(self._exit_timeout_s))
                 self._process.terminate()
                 with suppress(subprocess.TimeoutExpired):
-                    self._process.wait(self._exit_timeout_s + _EXIT_GRACE_S)
+                    self._process.wait(self._exit_timeout_s + _ANSWER_S + _EXIT_GRACE_S)
         finally:
+            self._remove_leftovers()
+
+    def kill(self) -> None:
+        """End a server that need not or can't be asked, and remove all that it leaves."""
+        if self._run_dir is not None:
             self._remove_leftovers()
 
     def log_tail(self, num_lines: int = 30) -> str:
@@ -141,11 +153,23 @@ class TritonServer:
             f"--backend-directory={installation.assemble_backend_dir(self._run_dir)}",
             f"--backend-config=python,thread-pool-size={_BLS_THREADS}",
             f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
-            f"--exit-timeout-secs={self._exit_timeout_s}",
+            f"--exit-timeout-secs={self._exit_timeout_s + _ANSWER_S}",
+            *self._control_args(),
             *(f"--{name}-address={self._host}" for name in ("http", "grpc", "metrics")),
             *(f"{option}={port}" for option, port in ports.items()),
             *self._extra_args,
         ]
+
+    def _control_args(self) -> list[str]:
+        """Explicit control loads all models as well, and lets one be loaded anew."""
+        if any(argument.startswith("--model-control-mode") for argument in self._extra_args):
+            self.api.key = None
+            return []
+        return ["--model-control-mode=explicit", "--load-model=*", *self.api.server_args()]
+
+    def _drain_file(self) -> Path:
+        assert self._run_dir is not None
+        return self._run_dir / "drain"
 
     def _spawn(self, command: list[str], env: dict[str, str]) -> None:
         path = self._log_file()
@@ -171,7 +195,9 @@ class TritonServer:
             if time.monotonic() > deadline:
                 raise self._failure(f"is not ready after {self._ready_timeout_s:g} s")
             time.sleep(_POLL_S)
-        models = json.loads(_ask(self.http_url, "POST", "/v2/repository/index")[1])
+        models = self.api.models()
+        if not models:
+            raise LaunchError(f"--model-repository {self._model_repository}: holds no model")
         # A model without a state was not asked for (explicit model control).
         failed = [
             f"{model['name']}: {model.get('reason')}" for model in models if model.get("state", "READY") != "READY"
@@ -183,11 +209,11 @@ class TritonServer:
         return LaunchError(f"Triton server {what}\n{self.log_tail()}".rstrip())
 
     def _is_ready(self) -> bool:
-        if _ask(self.http_url, "GET", "/v2/health/ready")[0] != 200:
+        if not self.api.is_ready():
             return False
         # The metrics service is the last to start, unless the caller turned it off.
         has_metrics = not any(argument.startswith("--allow-metrics=") for argument in self._extra_args)
-        return not has_metrics or _ask(self.metrics_url, "GET", "/metrics")[0] == 200
+        return not has_metrics or self.api.has_metrics()
 
     def _remove_leftovers(self) -> None:
         if self._process is not None:
@@ -224,16 +250,3 @@ def choose_ports(host: str, wanted: dict[str, int]) -> dict[str, int]:
                 raise LaunchError(f"{option} {port}: can't listen on {host}:{port} ({error.strerror})") from error
             chosen[option] = listener.getsockname()[1]
     return chosen
-
-
-def _ask(url: str, method: str, path: str) -> tuple[int, bytes]:
-    """Status and body; status 0 when nobody answers."""
-    connection = http.client.HTTPConnection(url, timeout=5)
-    try:
-        connection.request(method, path)
-        response = connection.getresponse()
-        return response.status, response.read()
-    except (OSError, http.client.HTTPException):
-        return 0, b""
-    finally:
-        connection.close()

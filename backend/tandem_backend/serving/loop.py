@@ -73,7 +73,7 @@ class EngineLoop:
             thread.start()
 
     def submit(self, prepared: "PreparedRequest", responder: Responder) -> None:
-        """Run a request; its responder gets all outputs. Raises UnavailableError after stop()."""
+        """Run a request; its responder gets all outputs. Raises UnavailableError after drain() and stop()."""
         self._register(prepared.request.request_id, responder)
         self._commands.put(partial(self._add, prepared))
 
@@ -85,6 +85,14 @@ class EngineLoop:
     def end_sequence(self, sequence_id: SequenceId) -> None:
         """Drop the sequence's state once its requests are done: its END came with a request that was refused."""
         self._commands.put(partial(self._engine.end_sequence, sequence_id))
+
+    def drain(self, timeout_s: float) -> None:
+        """Refuse what comes from now on; what still runs after `timeout_s` is answered with UNAVAILABLE."""
+        with self._lock:
+            self._refusal = "the server is shutting down"
+        timer = threading.Timer(timeout_s, self._outbox.call, [self._end_all])
+        timer.daemon = True
+        timer.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Stop both threads and answer what is left with UNAVAILABLE; takes at most `timeout_s`."""
@@ -226,6 +234,12 @@ class EngineLoop:
                 del self._live[output.request_id]
             if not output.is_last:
                 self._commands.put(partial(self._engine.cancel, output.request_id))
+
+    def _end_all(self) -> None:
+        error = UnavailableError("the server is shutting down: the request ran past its exit timeout")
+        for request_id in self._snapshot():
+            self._deliver(StepOutput(request_id=request_id, error=error))
+            self._commands.put(partial(self._engine.cancel, request_id))
 
     def _poll_cancelled(self) -> None:
         for request_id, responder in self._snapshot().items():

@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb_utils
 from tandem_backend.config import load_engine_config
 from tandem_backend.engine import Engine
 from tandem_backend.errors import InternalError, TandemError
+from tandem_backend.serving.drain import on_drain
 from tandem_backend.serving.log import log_to_triton
 from tandem_backend.serving.loop import EngineLoop
 from tandem_backend.serving.metrics import Metrics
@@ -52,6 +53,7 @@ class TritonPythonModel:
             on_broken=partial(_unload, args["model_name"]),
         )
         self._loop.start()
+        on_drain(self._loop.drain)
 
     def is_ready(self) -> bool:
         """Servers from 2026 on ask for it; older ones learn by `_unload`."""

@@ -31,9 +31,12 @@ class Registry:
 
     def gauge(self, name: str, description: str, value: float, **labels: str) -> None:
         metric, written = self._metric(name, pb_utils.MetricFamily.GAUGE, description, labels)
-        # Unwritten, a gauge may still have the value of an instance before this one.
-        if written != value:
+        if written is None:  # it may still have the value of an instance before this one
             metric.set(value)
+        elif written != value:
+            # Not set(): it waits for Triton server with the GIL, and for ever where that has died (seen with 2.51).
+            metric.increment(value - written)
+        if written != value:
             self._written[(name, *labels.values())] = (metric, value)
 
     def counter(self, name: str, description: str, total: float, **labels: str) -> None:

@@ -4,6 +4,9 @@
 import os
 import threading
 import time
+from pathlib import Path
+
+_SHARED_MEMORY = Path("/dev/shm")
 
 
 def exit_with_parent(interval_s: float = 1.0) -> None:
@@ -18,6 +21,15 @@ def exit_with_parent(interval_s: float = 1.0) -> None:
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(interval_s)
+        _remove_shared_memory()
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watchdog", daemon=True).start()
+
+
+def _remove_shared_memory() -> None:
+    """Of a stub: the region that its server made for it is an argument of its command line."""
+    for argument in Path("/proc/self/cmdline").read_bytes().split(b"\0"):
+        name = os.fsdecode(argument).lstrip("/")
+        if name and "/" not in name:
+            (_SHARED_MEMORY / name).unlink(missing_ok=True)

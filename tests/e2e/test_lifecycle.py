@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From warm-up to the last answer: reloads, shutdowns and deaths of a real Triton server with requests running."""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tandem_backend.serving.launcher import TritonServer
+from triton_calls import EXACTLY, FULL_ANSWER, MODEL_REPOSITORY, PROMPT, Answer, GrpcStream, ask, post
+from tritonclient.utils import InferenceServerException
+
+TANDEM = Path(sys.executable).parent / "tandem"
+READY_S = 90
+# Runs for six seconds where nothing else does.
+LONG = {"text_input": PROMPT, "max_tokens": 4000, "sampling_parameters": '{"ignore_eos": true, "draft": "off"}'}
+
+
+def stub(server_pid: int, model: str) -> psutil.Process:
+    """The model's newest stub that lives."""
+    found = [
+        process
+        for process in psutil.Process(server_pid).children(recursive=True)
+        if process.status() != psutil.STATUS_ZOMBIE
+        and any(argument.endswith(f"/{model}/1/model.py") for argument in process.cmdline())
+    ]
+    return max(found, key=psutil.Process.create_time)
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "did not happen in time"
+        time.sleep(0.1)
+
+
+@contextmanager
+def in_background(call: Callable[[], Any]) -> Iterator["queue.SimpleQueue[Any]"]:
+    """Its result, or the exception it raised, comes through the queue."""
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put(call())
+        except Exception as error:
+            results.put(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield results
+    finally:
+        thread.join()
+
+
+def num_ended(server: TritonServer) -> float:
+    """Requests of `tandem` that have ended in any way, by its metric."""
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics") as response:
+        text = response.read().decode()
+    return sum(float(value) for value in re.findall(r"^tandem_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
+
+
+def regions(server: TritonServer) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{server._shm_prefix}*"))
+
+
+@pytest.mark.timeout(2 * READY_S)
+def test_reload_under_load_then_a_killed_server(tmp_path: Path) -> None:
+    request = {"text_input": PROMPT, "max_tokens": 600, "sampling_parameters": EXACTLY}
+    with TritonServer(MODEL_REPOSITORY, log_path=tmp_path / "server.log") as server:
+        wait_until(lambda: num_ended(server) == 1, 5)  # the warm-up
+        expected = ask(server, **request)
+        with GrpcStream(server.grpc_url) as stream:
+            stream.send(stream=True, **request, **FULL_ANSWER)
+            responses = stream.responses()
+            first = next(responses)
+            body = {"text_input": PROMPT, "max_tokens": 600, "ignore_eos": True}
+            with in_background(lambda: post(server.http_url, "generate", body)) as by_http:
+                server.api.unload("tandem")
+                with pytest.raises(InferenceServerException, match="unknown model: 'tandem'"):
+                    ask(server, **request)
+                assert Answer([first, *responses]) == expected  # what ran goes on
+                status, answer = by_http.get(timeout=30)
+                assert status in (200, 400)  # 400: not forwarded before the unloading
+                if status == 200:
+                    assert answer["text_output"] == PROMPT + expected.text
+        assert "error" in post(server.http_url, "generate", {"text_input": PROMPT, "max_tokens": 1})[1]
+        server.api.load("tandem", READY_S)
+        assert ask(server, **request) == expected
+        assert post(server.http_url, "generate", body)[1]["text_output"] == PROMPT + expected.text
+
+        stubs = psutil.Process(server.pid).children(recursive=True)
+        os.kill(server.pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(stubs, timeout=10)
+        assert alive == []
+    assert regions(server) == []
+
+
+@pytest.mark.timeout(2 * READY_S)
+def test_shutdown_drains_then_answers_the_rest(tmp_path: Path) -> None:
+    server = TritonServer(MODEL_REPOSITORY, log_path=tmp_path / "server.log", exit_timeout_s=2)
+    short = {"text_input": PROMPT, "max_tokens": 20, "sampling_parameters": EXACTLY}
+    with server:
+        stubs = psutil.Process(server.pid).children(recursive=True)
+        expected = ask(server, **short)
+        body = {"text_input": PROMPT, "max_tokens": 4000, "ignore_eos": True, "draft": "off", "stream": True}
+        with GrpcStream(server.grpc_url) as ending, GrpcStream(server.grpc_url) as endless:
+            endless.send(stream=True, **LONG)
+            running = endless.responses()
+            next(running)
+            ending.send(stream=True, **short, **FULL_ANSWER)
+            answer = ending.responses()
+            first = next(answer)
+            with (
+                in_background(lambda: post(server.http_url, "generate_stream", body)) as by_http,
+                in_background(server.stop) as stopped,
+            ):
+                assert Answer([first, *answer]) == expected
+                with pytest.raises(InferenceServerException, match=r"\[UNAVAILABLE\] the server is shutting down"):
+                    list(running)
+                status, events = by_http.get(timeout=20)
+                assert status == 200
+                assert "[UNAVAILABLE] the server is shutting down" in events[-1]["error"]
+                ending.cancel()
+                endless.cancel()
+                stopped.get(timeout=30)
+    assert server.process.returncode == 0
+    _, alive = psutil.wait_procs(stubs, timeout=5)
+    assert alive == []
+    assert regions(server) == []
+
+
+def generates(url: str) -> bool:
+    """Whether the front, and the engine behind it, answer."""
+    try:
+        status, _ = post(url, "generate", {"text_input": PROMPT, "max_tokens": 2}, timeout_s=5)
+    except OSError:
+        return False
+    return status == 200
+
+
+@pytest.mark.timeout(4 * READY_S)
+def test_serve_revives_what_is_dead_or_stuck() -> None:
+    free = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
+    command = [TANDEM, "serve", f"--model-repository={MODEL_REPOSITORY}", *free, "--heartbeat-timeout=3"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    assert process.stdout is not None
+    output = process.stdout
+    reader = threading.Thread(target=lambda: [lines.put(line) for line in output], daemon=True)
+    reader.start()
+    try:
+        url = _wait_for(lines, r"\s+HTTP\s+http://(\S+)")
+        (server,) = psutil.Process(process.pid).children()
+        assert generates(url)
+
+        stub(server.pid, "tandem").kill()
+        assert not generates(url)
+        assert _wait_for(lines, r"tandem: (.*) loaded anew") == "tandem, tandem_generate"
+        wait_until(lambda: generates(url), READY_S)
+
+        stub(server.pid, "tandem_generate").send_signal(signal.SIGSTOP)
+        assert _wait_for(lines, r"tandem: (.*) loaded anew") == "tandem_generate"
+        wait_until(lambda: generates(url), READY_S)
+
+        server.send_signal(signal.SIGSEGV)
+        assert _wait_for(lines, r"tandem: Triton server died by signal (\d+)") == str(signal.SIGSEGV.value)
+        url = _wait_for(lines, r"\s+HTTP\s+http://(\S+)")
+        assert generates(url)
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert process.returncode == 0
+    assert not list(Path("/dev/shm").glob(f"tandem_{process.pid}_*"))
+
+
+def _wait_for(lines: "queue.SimpleQueue[str]", pattern: str) -> str:
+    """The group of the next line that matches."""
+    deadline_s = time.monotonic() + READY_S
+    while True:
+        line = lines.get(timeout=max(deadline_s - time.monotonic(), 0))
+        if match := re.match(pattern, line):
+            return match[1]
