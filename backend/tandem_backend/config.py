@@ -98,6 +98,9 @@ class EngineConfig(BaseModel):
     graph_capture_s: float = Field(
         default=300.0, gt=0, le=1e6, description="CUDA: time for capturing graphs at load; passes left out are launched"
     )
+    allow_relaxed_acceptance: bool = Field(
+        default=False, description="requests may set relax_tau, which breaks exactness: for measurements only"
+    )
     self_test_rows: int = Field(default=96, ge=0, le=4096, description="rows of the exactness self-test; 0: skip it")
 
 

@@ -16,6 +16,8 @@ DEFAULT_PRIORITY = 5
 
 # Of the model's own logits, or of the distribution that tokens are chosen from: after penalties, masks and filters.
 LogprobsMode = Literal["raw", "processed"]
+# exact: seeded draws, the same tokens whatever is drafted. rejection: the same distribution only.
+AcceptanceRule = Literal["exact", "rejection"]
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, logprob), the likeliest first
 
 
@@ -108,6 +110,19 @@ class SamplingParams:
     max_reasoning_tokens: int | None = None  # of the answer's reasoning block; None: no limit
     reasoning_stall_tokens: int | None = None  # a block whose last so many tokens repeat is closed; None: never
 
+    acceptance: AcceptanceRule = "exact"
+    relax_tau: float | None = None  # a draft with this share of the largest probability is taken; None: never
+    relax_rank: int = 5  # and only if it is among so many likeliest tokens
+
+    @property
+    def uses_rejection(self) -> bool:
+        return self.acceptance == "rejection" and self.temperature > 0
+
+    @property
+    def depends_on_drafts(self) -> bool:
+        """Whether its tokens may depend on what was drafted; by default they can't."""
+        return self.uses_rejection or self.relax_tau is not None
+
     @property
     def has_penalties(self) -> bool:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
@@ -123,6 +138,7 @@ class SamplingParams:
             or self.bad_words
             or self.allowed_token_ids is not None
             or self.num_logprobs
+            or self.relax_tau is not None
         )
 
 

@@ -114,6 +114,7 @@ class Plain:
     """The reference: nothing drafted, one request at a time, one row a pass. Remembers what it decoded."""
 
     def __init__(self, checkpoint: Path, **overrides: Any) -> None:
+        self.checkpoint = checkpoint
         self._driver = EngineDriver(engine_config(checkpoint, max_active=1, max_prefill_rows=1, **overrides))
         self._known: dict[Any, Result] = {}
         self._ids = (f"plain {n}" for n in count())

@@ -3,15 +3,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import tandem_kernels as kernels
 import torch
 from torch import Tensor
 
 from tandem_backend.engine.draft_tree import DraftTree, anchor_tree
-from tandem_backend.engine.sampling.distribution import RequestRows, adjust, filter_rows, request_rows
-from tandem_backend.engine.sampling.request import RequestSampling
+from tandem_backend.engine.sampling.distribution import RequestRows, distribute, request_rows
+from tandem_backend.engine.sampling.draw import draw_tokens
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.types import PromptLogprob, TopLogprobs
 
@@ -66,27 +66,26 @@ def choose(
 def _choose_special(logits: Tensor, requests: Sequence[RequestRows]) -> list[Choice]:
     """logits: [rows of the requests one after the other, vocab], raw; a copy that may be changed."""
     work = logits.clone()
-    starts = [0]
-    for rows in requests:
-        starts.append(starts[-1] + len(rows.paths))
-        adjust(work[starts[-2] : starts[-1]], rows)
-    token_ids, _ = kernels.argmax(work)
-    _draw(work, token_ids, requests, starts)
+    drawn = distribute(work, requests)
+    token_ids = draw_tokens(work, drawn, requests)
     params = [rows.sampling.params for rows in requests]
-    for (a, b), asked in zip(pairwise(starts), params, strict=True):
+    spans = list(pairwise([0, *accumulate(len(rows.paths) for rows in requests)]))
+    for (a, b), asked in zip(spans, params, strict=True):
         if asked.logprobs_mode == "processed":
             logits[a:b] = work[a:b]
     num_top = min(max(p.num_logprobs for p in params), logits.shape[1])
     logprobs, top_ids, top_logprobs = kernels.log_probs(logits, token_ids.clamp(min=0), num_top)
-    tops = [
-        _top(ids, values, asked.num_logprobs)
-        for (a, b), asked in zip(pairwise(starts), params, strict=True)
-        for ids, values in zip(top_ids[a:b].tolist(), top_logprobs[a:b].tolist(), strict=True)
-    ]
-    return [
-        Choice(token_ids[a:b].tolist(), logprobs[a:b].tolist(), tops[a:b] if asked.num_logprobs else [])
-        for (a, b), asked in zip(pairwise(starts), params, strict=True)
-    ]
+    choices = []
+    for (a, b), asked in zip(spans, params, strict=True):
+        tops = zip(top_ids[a:b].tolist(), top_logprobs[a:b].tolist(), strict=True)
+        choices.append(
+            Choice(
+                token_ids[a:b].tolist(),
+                logprobs[a:b].tolist(),
+                [_top(*top, asked.num_logprobs) for top in tops] if asked.num_logprobs else [],
+            )
+        )
+    return choices
 
 
 def _top(token_ids: Sequence[int], logprobs: Sequence[float], n: int) -> TopLogprobs:
@@ -108,27 +107,3 @@ def _prompt_logprobs(logits: Tensor, rows: ScheduledRows) -> list[PromptLogprob]
         PromptLogprob(token_id, value, _top(*top, num_top))
         for token_id, value, top in zip(after, values.tolist(), tops, strict=True)
     ]
-
-
-def _draw(work: Tensor, token_ids: Tensor, requests: Sequence[RequestRows], starts: Sequence[int]) -> None:
-    """Filter the rows of `work` whose request samples, and draw their tokens into `token_ids`, both in place."""
-    drawn: list[int] = []
-    owners: list[RequestSampling] = []
-    seeds: list[int] = []
-    positions: list[int] = []
-    for rows, start in zip(requests, starts, strict=False):
-        if rows.sampling.params.temperature > 0:
-            drawn += range(start, start + len(rows.paths))
-            owners += [rows.sampling] * len(rows.paths)
-            seeds += [rows.sampling.seed] * len(rows.paths)
-            positions += [len(rows.token_ids) + len(path) for path in rows.paths]
-    if drawn:
-        places = torch.tensor(drawn)
-        filtered = work[places]
-        filter_rows(filtered, owners)
-        work[places] = filtered
-        token_ids[places] = kernels.gumbel_argmax(
-            filtered,
-            torch.tensor(seeds, device=work.device),
-            torch.tensor(positions, dtype=torch.int32, device=work.device),
-        )

@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTree:
@@ -13,6 +15,7 @@ class DraftTree:
     parents: tuple[int, ...]  # -1 for the anchor
     scores: tuple[float, ...]  # the drafter's own score of each node; 1 for the anchor
     drafters: tuple[str, ...]  # who proposed the node; "" for the anchor
+    q: tuple[Tensor | None, ...] = ()  # what each node's token was drawn from; empty: nothing was drawn
 
     @property
     def num_nodes(self) -> int:
@@ -22,6 +25,14 @@ class DraftTree:
 def anchor_tree(token_id: int) -> DraftTree:
     """A tree that drafts nothing: plain decoding."""
     return DraftTree((token_id,), (-1,), (1.0,), ("",))
+
+
+def children_of(tree: DraftTree) -> dict[int, list[int]]:
+    """The children of each node that has any, in order."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        children.setdefault(parent, []).append(node)
+    return children
 
 
 @dataclass(frozen=True, slots=True)

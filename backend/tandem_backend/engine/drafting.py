@@ -13,7 +13,7 @@ from torch import Tensor
 from tandem_backend.engine.account import Account, Trust
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, KVDrafter, Proposal
-from tandem_backend.engine.proposal_tree import FORCED, ProposalTree
+from tandem_backend.engine.proposal_tree import FORCED, ProposalTree, drawn_tree
 from tandem_backend.engine.router import Calibration, Prices, Router
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.sequence import Generation
@@ -122,15 +122,16 @@ class Drafting:
         num_other_rows = len(trees) + sum(rows.num_prompt_rows for rows in scheduled)
         prices = self.router.prices(len(trees), num_other_rows, self.commit_ms)
         asked: list[set[str]] = [set() for _ in scheduled]
+        drawn: dict[int, DraftTree] = {}
         for name, drafter in self.drafters.items():
-            self._ask(name, drafter, scheduled, trees, prices, asked)
+            self._ask(name, drafter, scheduled, trees, prices, asked, drawn)
         for i, tree in trees.items():
             self._draft_forced(tree, scheduled[i].generation)
         milliseconds = 1e3 * (time.perf_counter() - begun)
         kept = self.router.cut(list(trees.values()), num_other_rows, milliseconds + self.commit_ms)
         cut: list[DraftTree | None] = [None] * len(scheduled)
         for (i, tree), nodes in zip(trees.items(), kept, strict=True):
-            cut[i] = tree.draft_tree(nodes) if nodes else anchor_tree(tree.anchor)
+            cut[i] = drawn.get(i) or (tree.draft_tree(nodes) if nodes else anchor_tree(tree.anchor))
         return Drafted(cut, asked, prices, milliseconds)
 
     def _tree(self, generation: Generation) -> ProposalTree:
@@ -152,13 +153,17 @@ class Drafting:
         trees: Mapping[int, ProposalTree],
         prices: Prices,
         asked: Sequence[set[str]],
+        drawn: dict[int, DraftTree],
     ) -> None:
         """Let one drafter add to the trees of the sequences that want it and for which it may pay."""
         contexts = {}
         for i, tree in trees.items():
             generation = scheduled[i].generation
             max_depth = _max_depth(generation)
-            max_nodes = min(tree.max_nodes, self.router.row_budget - len(trees))
+            room = self.router.row_budget - len(trees)
+            if generation.draft_sampler is not None:
+                room //= len(trees)  # drawn nodes are not cut later, so nobody may take more than a share
+            max_nodes = min(tree.max_nodes, room)
             wants = name in generation.drafters and name not in self.failed and max_nodes > 0 and max_depth > 0
             if wants and self._may_pay(generation.sequence.slot, name, tree):
                 contexts[i] = self._context(name, generation, max_nodes, max_depth, prices)
@@ -173,9 +178,12 @@ class Drafting:
         # One stall must not make a drafter look costly for long.
         self.cost_ms[name] = cost + 0.1 * (min(spent, 2 * cost) - cost)
         for (i, context), proposal in zip(contexts.items(), proposals, strict=True):
+            asked[i].add(name)
+            if proposal.q:
+                drawn[i] = drawn_tree(trees[i].anchor, name, proposal)
+                continue
             trust = self._trust(context.key, name)
             trees[i].merge(name, proposal, [trust * self.calibration.probability(name, s) for s in proposal.scores])
-            asked[i].add(name)
 
     @contextmanager
     def _containing(self, name: str) -> Iterator[None]:
@@ -199,6 +207,7 @@ class Drafting:
             max_depth=max_depth,
             token_ms=math.inf if self.router.always else prices.token_ms * self._trust(sequence.slot, name),
             row_ms=prices.row_ms,
+            sampler=generation.draft_sampler,
         )
 
     def _trust(self, key: int, name: str) -> float:

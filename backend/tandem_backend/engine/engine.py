@@ -62,6 +62,8 @@ class Engine:
         extra_drafters are asked beside the configured ones by requests that name them; record_logits sees the logits
         row that chose each output token; weights take the place of the checkpoint's own.
         """
+        if config.allow_relaxed_acceptance:
+            logger.warning("allow_relaxed_acceptance: requests with relax_tau get text that depends on the drafts")
         kernels.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.model = Decoder(config.checkpoint, _find_device(config.device), weights)

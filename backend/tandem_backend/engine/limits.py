@@ -22,6 +22,10 @@ class Limits:
     def check(self, request: Request, num_tokens: int) -> None:
         """Raises InvalidRequestError naming the field; num_tokens are the prompt's, kept ones included."""
         self._check_token_ids(request)
+        if request.params.relax_tau is not None and not self.scheduler.config.allow_relaxed_acceptance:
+            raise InvalidRequestError(
+                "relax_tau: must be absent: it breaks exactness, and engine.json does not set allow_relaxed_acceptance"
+            )
         self._check_length(request, num_tokens)
 
     def _check_token_ids(self, request: Request) -> None:

@@ -112,3 +112,14 @@ class ProposalTree:
     def _best_first(self, parent: int, kept: Set[int]) -> list[int]:
         """Kept children, the likeliest last: the stack's top."""
         return sorted((node for node in self.children[parent] if node in kept), key=lambda node: self.paths[node])
+
+
+def drawn_tree(anchor: int, drafter: str, proposal: Proposal) -> DraftTree:
+    """A proposal whose tokens were drawn, as it is: whole, alone, in its own order."""
+    return DraftTree(
+        token_ids=(anchor, *proposal.token_ids),
+        parents=(-1, *(parent + 1 for parent in proposal.parents)),
+        scores=(1.0, *proposal.scores),
+        drafters=("", *([drafter] * len(proposal.token_ids))),
+        q=(None, *proposal.q),
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem_backend.engine.answer_form import AnswerForm
 from tandem_backend.engine.sampling import Constraint, RequestSampling
+from tandem_backend.engine.sampling.rejection import DraftSampler
 from tandem_backend.engine.text_output import TextOutput
 from tandem_backend.types import FinishReason, PromptLogprob, Request, RequestStats, SequenceId
 
@@ -115,6 +116,13 @@ class Generation:
     @property
     def is_decoding(self) -> bool:
         return self.sequence.num_pending == 1 and self.num_output > 0
+
+    @property
+    def draft_sampler(self) -> DraftSampler | None:
+        """Where the request asks for the rejection rule, with which drafters may draw."""
+        if not self.request.params.uses_rejection:
+            return None
+        return DraftSampler(self.sampling, len(self.sequence.token_ids))
 
     def take(self, token_ids: list[int]) -> tuple[int, str, FinishReason | None]:
         """Append the target's tokens up to the first that ends the request.

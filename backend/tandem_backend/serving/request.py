@@ -36,6 +36,7 @@ class ResponseOptions:
     return_num_output_tokens: bool = False
     return_token_ids: bool = False
     return_perf_metrics: bool = False
+    relaxed_acceptance: bool = False  # marks every response: the text may differ from plain decoding's
 
 
 RETURN_INPUTS = tuple(item.name for item in fields(ResponseOptions) if item.name.startswith("return_"))
@@ -76,7 +77,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         priority=urgency.priority,
         timeout_ms=urgency.timeout_ms,
     )
-    options = _parse_options(inputs, prompt)
+    options = _parse_options(inputs, prompt, relaxed_acceptance=parsed.params.relax_tau is not None)
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
 
 
@@ -122,7 +123,7 @@ def _parse_prompt(inputs: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _parse_options(inputs: Mapping[str, Any], prompt: Prompt) -> ResponseOptions:
+def _parse_options(inputs: Mapping[str, Any], prompt: Prompt, *, relaxed_acceptance: bool) -> ResponseOptions:
     stream = _read(inputs, "stream", _bool, False)
     exclude_input = _read(inputs, "exclude_input_in_output", _bool, stream)
     if stream and not exclude_input:
@@ -130,6 +131,7 @@ def _parse_options(inputs: Mapping[str, Any], prompt: Prompt) -> ResponseOptions
     return ResponseOptions(
         stream=stream,
         echo="" if exclude_input else prompt.text or "",
+        relaxed_acceptance=relaxed_acceptance,
         **{name: _read(inputs, name, _bool, False) for name in RETURN_INPUTS},
     )
 

@@ -125,6 +125,9 @@ class SamplingFields(BaseModel):
     logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] = 0  # the likeliest tokens beside the chosen one
     logprobs_mode: Literal["raw", "processed"] = "raw"
     prompt_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    acceptance: Literal["exact", "rejection"] = "exact"
+    relax_tau: Share | None = None
+    relax_rank: Annotated[Integer, Field(ge=1, le=100)] = 5
 
     length_penalty: Annotated[Number, _only(1)] = 1.0
     n: Annotated[Integer, _only(1)] = 1
@@ -186,6 +189,9 @@ def parse_sampling(values: Mapping[str, Any]) -> SamplingParams:
         num_logprobs=fields.logprobs,
         logprobs_mode=fields.logprobs_mode,
         prompt_logprobs=fields.prompt_logprobs,
+        acceptance=fields.acceptance,
+        relax_tau=fields.relax_tau,
+        relax_rank=fields.relax_rank,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from tandem_backend.engine.sampling.rejection import DraftSampler
 from tandem_backend.model.state import KVLayer
 
 
@@ -23,6 +24,7 @@ class DraftContext:
     max_depth: int  # tokens the request can still take; at least 1
     token_ms: float = math.inf  # what a token costs without drafts: a node pays by its path's probability times this
     row_ms: float = 0.0  # what a node's row costs in the pass
+    sampler: DraftSampler | None = None  # set where a drafter may draw its tokens and say from what
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,9 @@ class Proposal:
     token_ids: Sequence[int] = ()
     parents: Sequence[int] = ()  # index into this proposal, -1: the anchor
     scores: Sequence[float] = ()  # the drafter's guess that the target takes the node, given that it took the parent
+    # By node the distribution that its token was drawn from, by `DraftContext.sampler`. Such a proposal stands in
+    # depth-first pre-order and is verified alone, whole and in that order: a choice among drawn tokens would bias them.
+    q: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ chain again, which for the few rows of a draft costs about one row.
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import tandem_kernels as kernels
+from torch import Tensor
 
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
 from tandem_backend.model.batch import SequenceRows, build_batch
@@ -42,26 +44,23 @@ class DraftModelDrafter:
         return [self._draft(context) for context in contexts]
 
     def _draft(self, context: DraftContext) -> Proposal:
-        token_id, score = self._catch_up(context)
-        token_ids, scores, path = [token_id], [score], score
+        chain = _Chain()
+        chain.add(context, self._catch_up(context))
         longest = min(context.max_nodes, context.max_depth)
-        while len(token_ids) < longest and path * context.token_ms > context.row_ms + self._step_ms:
+        while len(chain.token_ids) < longest and chain.path * context.token_ms > context.row_ms + self._step_ms:
             begun = time.perf_counter()
-            token_id, score = self._run(context, token_ids, commit=False)
-            token_ids.append(token_id)
-            scores.append(score)
-            path *= score
+            chain.add(context, self._run(context, chain.token_ids, commit=False))
             self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
-        return Proposal(token_ids, range(-1, len(token_ids) - 1), scores)
+        return Proposal(chain.token_ids, range(-1, len(chain.token_ids) - 1), chain.scores, chain.q)
 
-    def _catch_up(self, context: DraftContext) -> tuple[int, float]:
-        """Commit every token up to the anchor; returns the guess after it."""
+    def _catch_up(self, context: DraftContext) -> Tensor:
+        """Commit every token up to the anchor; returns the logits after it, [1, vocab]."""
         pending = context.token_ids[self._num_computed[context.key] :]
         for first in range(0, len(pending), MAX_PREFILL_ROWS):
-            guess = self._run(context, pending[first : first + MAX_PREFILL_ROWS], commit=True)
-        return guess
+            logits = self._run(context, pending[first : first + MAX_PREFILL_ROWS], commit=True)
+        return logits
 
-    def _run(self, context: DraftContext, token_ids: Sequence[int], *, commit: bool) -> tuple[int, float]:
+    def _run(self, context: DraftContext, token_ids: Sequence[int], *, commit: bool) -> Tensor:
         prefix_len = self._num_computed[context.key]
         last = len(token_ids) - 1
         rows = SequenceRows(token_ids, prefix_len, context.key, context.block_table, logit_rows=[last])
@@ -70,5 +69,26 @@ class DraftModelDrafter:
         if commit:
             self.decoder.commit(result, batch, [range(len(token_ids))], self.state)
             self._num_computed[context.key] = prefix_len + len(token_ids)
-        ids, logprobs = kernels.argmax(result.logits)
-        return int(ids), float(logprobs.exp())
+        return result.logits
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A draft as it grows, each token from the logits after the one before."""
+
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    q: list[Tensor] = field(default_factory=list)
+    path: float = 1.0  # product of the scores
+
+    def add(self, context: DraftContext, logits: Tensor) -> None:
+        if context.sampler is None:
+            ids, logprobs = kernels.argmax(logits)
+            token_id, score = int(ids), float(logprobs.exp())
+        else:
+            token_id, q = context.sampler.draw(logits, len(self.token_ids))
+            score = float(q[token_id])
+            self.q.append(q)
+        self.token_ids.append(token_id)
+        self.scores.append(score)
+        self.path *= score

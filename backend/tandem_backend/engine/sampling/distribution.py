@@ -32,6 +32,11 @@ class RequestRows:
     def num_output(self) -> int:
         return len(self.token_ids) - self.sampling.num_prompt
 
+    @property
+    def positions(self) -> list[int]:
+        """By row the position of the token that it chooses."""
+        return [len(self.token_ids) + len(path) for path in self.paths]
+
 
 def request_rows(sampling: RequestSampling, token_ids: Sequence[int], tree: DraftTree) -> RequestRows:
     paths: list[tuple[int, ...]] = [()]
@@ -68,6 +73,30 @@ def _constrain(logits: Tensor, sampling: RequestSampling, tree: DraftTree) -> No
         if state is not None:
             state.fill_mask(mask)
     kernels.apply_mask(logits, masks.to(logits.device))
+
+
+def distribute(logits: Tensor, requests: Sequence[RequestRows]) -> Tensor:
+    """Turn logits into distributions, in place; rows of greedy requests stop before the temperature.
+
+    logits: [rows of the requests one after the other, vocab] float32 contiguous. Returns the places of the rows that
+    draw, [n] int64. A softmax of a row is its distribution.
+    """
+    drawn: list[int] = []
+    owners: list[RequestSampling] = []
+    start = 0
+    for rows in requests:
+        end = start + len(rows.paths)
+        adjust(logits[start:end], rows)
+        if rows.sampling.params.temperature > 0:
+            drawn += range(start, end)
+            owners += [rows.sampling] * len(rows.paths)
+        start = end
+    places = torch.tensor(drawn, dtype=torch.int64)
+    if drawn:
+        filtered = logits[places]
+        filter_rows(filtered, owners)
+        logits[places] = filtered
+    return places
 
 
 def filter_rows(logits: Tensor, requests: Sequence[RequestSampling]) -> None:
