@@ -8,11 +8,11 @@ KERNEL_SOURCES := $(wildcard kernels/tandem_kernels/cpu/*.[ch]) kernels/build_ke
 KERNELS := kernels/tandem_kernels/cpu/tandem_cpu_v3.so kernels/tandem_kernels/cpu/tandem_cpu_v4.so
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help install build demo serve test check bench clean
+.PHONY: help install build demo serve test test-gpu check bench clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 install: $(INSTALLED) build ## set up .venv: Tandem, torch and Triton server (PYTHON=... names the Python to use)
 
@@ -26,6 +26,12 @@ serve: install ## run Triton server on ports 8000 (HTTP), 8001 (gRPC) and 8002 (
 
 test: install ## run the tests, those against a real Triton server included (ARGS=... goes to pytest)
 	@$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(INSTALLED) ## on a machine with a CUDA device: bit equality of kernels, passes and engine, tandem verify, a real Triton server
+	@$(BIN)/python -m pytest -m gpu tests $(ARGS)
+	@TANDEM_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/engine/test_exactness.py tests/engine/test_rounds.py tests/engine/test_sessions.py $(ARGS)
+	@$(BIN)/tandem verify --max-tokens 64
+	@$(BIN)/python -m pytest tests/e2e/test_server.py $(ARGS)
 
 check: install ## format check, lint and type check
 	$(BIN)/ruff format --check .

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drives an engine by hand, keeps all that each request got, and holds it to plain decoding."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, zip_longest
@@ -144,8 +145,12 @@ class Plain:
 
 
 def engine_config(checkpoint: Path, **overrides: Any) -> EngineConfig:
-    """Small memory, no self-test, nothing drafted; as many threads as two busy cores give."""
+    """Small memory, no self-test, nothing drafted; as many threads as two busy cores give.
+
+    `make test-gpu` runs the engine's tests on CUDA through the environment.
+    """
     values: dict[str, Any] = {"drafters": (), "self_test_rows": 0, "kv_cache_bytes": 2 * MIB, "num_threads": 1}
+    values |= {"device": os.environ.get("TANDEM_TEST_DEVICE", "cpu"), "max_graph_rows": 32}
     return EngineConfig(checkpoint=checkpoint, **{**values, **overrides})
 
 

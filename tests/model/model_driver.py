@@ -83,8 +83,8 @@ class Driver:
         return _tensors(self.state)
 
     def copy(self) -> "Driver":
-        """The same sequences on a state of their own."""
-        other = Driver(self.decoder, self.block, self.max_len, self.num_sequences, self.seed, self.make_passes)
+        """The same sequences on a state of their own, launched op by op."""
+        other = Driver(self.decoder, self.block, self.max_len, self.num_sequences, self.seed)
         for mine, theirs in zip(_tensors(self.state), _tensors(other.state), strict=True):
             theirs.copy_(mine)
         other.sequences = [replace(seq) for seq in self.sequences]

@@ -122,7 +122,7 @@ class RoundRunner:
         nodes = [-1] if rows.num_prompt_rows else step.path[: len(tokens)]
         for n, node in enumerate(nodes):
             index = generation.num_output - len(tokens) + n
-            self.record_logits(generation.request.request_id, index, logits[node].clone())
+            self.record_logits(generation.request.request_id, index, logits[node].to("cpu", copy=True))
 
 
 def _rows_of(hidden: Tensor, path: Sequence[int]) -> Tensor:
