@@ -72,6 +72,21 @@ class EngineConfig(BaseModel):
         description="who drafts for requests that name nobody: lookup, mtp, draft_model; auto: lookup, and mtp where "
         "the checkpoint carries it; empty: plain decoding",
     )
+    lookup_store: Path | None = Field(
+        default=None,
+        description="directory of the suffix store: texts that the lookup drafter remembers over requests and restarts",
+    )
+    lookup_store_scope: Literal["outputs", "all"] = Field(
+        default="outputs",
+        description="what it remembers of a request: what was generated, or its new prompt tokens too",
+    )
+    lookup_store_bytes: int = Field(
+        default=256 * MIB, ge=MIB, description="size of its files; the oldest texts are forgotten for it"
+    )
+    lookup_store_read_only: bool = Field(default=False, description="look up, but remember nothing new")
+    lookup_corpora: tuple[Path, ...] = Field(
+        default=(), description="directories of tandem corpus build that the lookup drafter draws on too"
+    )
     draft_model: Path | None = Field(default=None, description="checkpoint directory of the draft_model drafter")
     draft_vocab_size: int = Field(default=0, ge=0, description="the mtp drafter drafts token ids below this; 0: all")
     mtp_width: int = Field(default=1, ge=1, le=16, description="nodes of a depth that the mtp drafter looks beyond")

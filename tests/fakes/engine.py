@@ -37,10 +37,14 @@ class ScriptedEngine:
         self.requests: dict[str, Request] = {}
         self.sessions: set[SequenceId] = set()
         self.num_sweeps = 0
+        self.is_closed = False
         self.num_rounds = 0
         self._left: dict[str, list[StepOutput | Exception]] = {}
         self._cancelled: set[str] = set()
         self.health = Health(max_failed_rounds=3)
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def prepare(self, request: Request) -> FakePrepared:
         if not request.prompt.text:

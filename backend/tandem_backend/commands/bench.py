@@ -231,6 +231,20 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
+@bench.command("suffix-store")
+@click.option("--tokens", type=click.IntRange(min=1), default=50_000_000, show_default=True, help="Size of the store.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Keep the store in this new directory.")
+@click.option("--json", "json_file", type=_NEW_FILE, callback=_in_a_folder, help="Write the result here too.")
+def suffix_store(tokens: int, out: Path | None, json_file: Path | None) -> None:
+    """The time of one look-up of the lookup drafter.
+
+    In a store of made-up texts, opened anew, after one look-up of each kind has brought it into memory.
+    """
+    from tandem_backend.benchmarks.suffix_store import measure_suffix_store, render_suffix_store
+
+    _report(_measured(lambda: measure_suffix_store(tokens, out)), render_suffix_store, json_file)
+
+
 def _measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     from tandem_backend.errors import TandemError
 

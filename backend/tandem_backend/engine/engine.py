@@ -30,6 +30,7 @@ from tandem_backend.engine.self_test import NUM_SLOTS, self_test_at_load
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Sequence, Session
 from tandem_backend.engine.start import Starter
 from tandem_backend.engine.statistics import counters, statistics
+from tandem_backend.engine.suffix_store import StoredTexts
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import (
     ConfigError,
@@ -82,7 +83,8 @@ class Engine:
             self.model, self.sizes.block_bytes, num_blocks, num_slots, config.prefix_cache_bytes
         )
         self.memory.check(self.model)
-        drafters = {**plan.build(num_blocks, num_slots), **(extra_drafters or {})}
+        self.stored_texts = StoredTexts.open(config, self.tokenizer, self.model.config.vocab_size)
+        drafters = {**plan.build(num_blocks, num_slots, self.stored_texts.stores), **(extra_drafters or {})}
         router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
         drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
         state = allocate_state(self.model.config, num_blocks, num_slots, device=self.model.device)
@@ -132,6 +134,10 @@ class Engine:
         )
         self.limits.check(request, len(prompt_ids))
         return prepared
+
+    def close(self) -> None:
+        """Write what stores on disk still wait for; the engine is not used after."""
+        self.stored_texts.close()
 
     def add(self, prepared: PreparedRequest) -> None:
         """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
@@ -185,6 +191,7 @@ class Engine:
             "weight_bytes": self.memory.weights,
             "state_bytes": self.memory.states,
             "graph_bytes": self._graph_bytes,
+            **self.stored_texts.statistics(),
         }
         return device | statistics(self.scheduler, self.sizes, self.self_test)
 
@@ -254,6 +261,9 @@ class Engine:
 
     def _give_last(self, generation: Generation, output: StepOutput) -> None:
         """Give a request's last output and hand its state to its session, if it has one."""
+        if output.error is None:
+            token_ids, stats = generation.sequence.token_ids, generation.stats
+            self.stored_texts.add(token_ids, stats.num_cached_tokens, generation.num_output)
         self.scheduler.finish(generation)
         self._outputs.append(replace(output, stats=generation.stats))
 

@@ -9,6 +9,7 @@ from tandem_kernels.device import CPU
 
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine.self_test import NUM_BLOCKS
+from tandem_backend.errors import ConfigError
 from tandem_backend.model.config import ModelConfig
 from tandem_backend.model.state import KV_BLOCK, block_bytes, slot_bytes
 
@@ -30,11 +31,18 @@ class MemorySizes:
         return -(-num_tokens // self.block)
 
     def num_pool_blocks(self, config: EngineConfig, num_sequences: int, max_context_len: int) -> int:
-        """Blocks that kv_cache_bytes pays for; never more than the sequences and the prefix cache could fill."""
+        """Blocks that kv_cache_bytes pays for; never more than the sequences and the prefix cache could fill.
+
+        Raises ConfigError where they are too few for the self-test.
+        """
         most = max(num_sequences * self.num_blocks(max_context_len), NUM_BLOCKS)
         if not self.block_bytes:
             return most
-        return min(config.kv_cache_bytes, most * self.block_bytes + config.prefix_cache_bytes) // self.block_bytes
+        wanted = most * self.block_bytes + config.prefix_cache_bytes
+        num_blocks = min(config.kv_cache_bytes, wanted) // self.block_bytes
+        if config.self_test_rows and num_blocks < NUM_BLOCKS:
+            raise ConfigError(f"kv_cache_bytes: holds {num_blocks} KV blocks; the self-test needs {NUM_BLOCKS}")
+        return num_blocks
 
     def sequence_bytes(self, num_tokens: int) -> int:
         """A sequence's whole state after so many tokens."""

@@ -102,6 +102,8 @@ class EngineLoop:
         self._commands.put(lambda: None)  # wakes the engine thread
         engine_thread, sender_thread = self._threads
         engine_thread.join(timeout_s / 2)
+        if not engine_thread.is_alive():
+            self._engine.close()
         self._outbox.close()
         sender_thread.join(timeout_s / 2)
 

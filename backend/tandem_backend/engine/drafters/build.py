@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the drafters that a configuration names, and refuses by name those that the checkpoint can't feed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem_backend.config import EngineConfig
@@ -9,6 +10,7 @@ from tandem_backend.engine.drafters.draft_model import DraftModelDrafter
 from tandem_backend.engine.drafters.lookup import LookupDrafter
 from tandem_backend.engine.drafters.mtp import MtpDrafter
 from tandem_backend.engine.sizes import MemorySizes, memory_sizes
+from tandem_backend.engine.suffix_store import SuffixStore
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import CheckpointError, ConfigError
 from tandem_backend.model.decoder import Decoder
@@ -31,11 +33,11 @@ class DrafterPlan:
         draft = self.draft_model.config if self.draft_model is not None else None
         return memory_sizes(target.config, with_mtp=self.mtp_head is not None, draft_model=draft, device=target.device)
 
-    def build(self, num_blocks: int, num_slots: int) -> dict[str, Drafter]:
-        """The drafters by name, cheap ones first."""
+    def build(self, num_blocks: int, num_slots: int, stores: Sequence[SuffixStore] = ()) -> dict[str, Drafter]:
+        """The drafters by name, cheap ones first; lookup draws on `stores` too."""
         drafters: dict[str, Drafter] = {}
         if "lookup" in self.names:
-            drafters["lookup"] = LookupDrafter()
+            drafters["lookup"] = LookupDrafter(stores)
         if self.mtp_head is not None:
             target = self.mtp_head.decoder
             kv = allocate_kv_layer(target.config, num_blocks, device=target.device)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
+from tandem_backend.engine.suffix_store import SuffixStore
 
 MIN_MATCH = 2  # tokens
 MAX_MATCH = 8
@@ -96,12 +97,15 @@ class LookupDrafter:
     which rises with the match's length, the share of the votes, the number of places and the depth. A continuation that
     reaches the end of the text goes on with its own beginning, so a text that loops is drafted as looping.
 
+    Stores hold other texts, of earlier requests or of a corpus; their places vote beside those of the sequence itself.
+
     A sequence's tokens may only be appended to between `begin` and `end`.
     """
 
     name = "lookup"
 
-    def __init__(self) -> None:
+    def __init__(self, stores: Sequence[SuffixStore] = ()) -> None:
+        self._stores = tuple(stores)
         self._histories: dict[int, History] = {}
 
     def begin(self, key: int) -> None:
@@ -124,6 +128,9 @@ class LookupDrafter:
         for end, length in history.matches().items():
             text = continuation(history.tokens, end, depth)
             votes[text] = votes.get(text, 0.0) + BASE**length
+        for store in self._stores:
+            for length, text in store.matches(history.tokens, depth, MAX_VOTERS):
+                votes[text] = votes.get(text, 0.0) + BASE**length
         return grow(list(votes.items()), depth, context.max_nodes)
 
 
@@ -158,9 +165,10 @@ def grow(voters: list[Voter], max_depth: int, max_nodes: int) -> Proposal:
 
 def by_next_token(voters: list[Voter], depth: int, total: float) -> dict[int, tuple[float, list[Voter]]]:
     """{token at `depth` of a continuation: (weight, voters)}, in the voters' order; `total` is their weight."""
-    if len(voters) == 1:
-        return {voters[0][0][depth]: (total, voters)}
     backers: dict[int, list[Voter]] = {}
     for voter in voters:
-        backers.setdefault(voter[0][depth], []).append(voter)
+        if depth < len(voter[0]):  # a stored text may end here
+            backers.setdefault(voter[0][depth], []).append(voter)
+    if len(backers) == 1 and len(voters) == 1:
+        return {voters[0][0][depth]: (total, voters)}
     return {token_id: (sum(weight for _, weight in group), group) for token_id, group in backers.items()}
