@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real Triton server with our model repository for all end-to-end tests of a run."""
+"""Real Triton servers for all end-to-end tests of a run: one with our model repository, one with small limits."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_server import small_repository
 from tandem_backend.serving.launcher import TritonServer
 from triton_calls import MODEL_REPOSITORY
 
@@ -17,4 +18,13 @@ def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(server_log: Path) -> Iterator[TritonServer]:
     with TritonServer(MODEL_REPOSITORY, log_path=server_log) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    folder = tmp_path_factory.mktemp("small")
+    repository = small_repository(folder / "repository")
+    control = ("--model-control-mode=explicit", "--load-model=*")
+    with TritonServer(repository, log_path=folder / "server.log", extra_args=control) as running:
         yield running

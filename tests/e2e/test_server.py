@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Behaviour of a real Triton server with our models: streams, sessions, clients that go away."""
 
-import http.client
 import json
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +16,9 @@ from triton_calls import (
     PROMPT,
     Answer,
     GrpcStream,
-    Response,
     ask,
     post,
 )
-from tritonclient.utils import InferenceServerException
 
 # Would run for many seconds: what waits behind it tells whether it was cancelled.
 LONG = {"text_input": PROMPT, "max_tokens": 3000, "sampling_parameters": EXACTLY}
@@ -165,116 +159,3 @@ def test_32_http_requests_at_once(server: Any) -> None:
     for thread in threads:
         thread.join()
     assert texts == [expected] * NUM_STREAMS
-
-
-# Sessions.
-
-
-def test_three_turns_continue_one_context(stream: GrpcStream, tokenizer: Tokenizer) -> None:
-    turns = ["# os.path\n", "\n# json\n", "\n# re\n"]
-    context: list[int] = []
-    for number, text in enumerate(turns):
-        flags = {0: "S", 2: "E"}.get(number, "")
-        request = {"text_input": text, "max_tokens": 8, "sampling_parameters": EXACTLY}
-        turn = stream.answer(request_id=str(number), sequence=("three-turns", flags), **request)
-        context += tokenizer.encode(text).ids
-        whole = stream.answer(input_ids=context, max_tokens=8, sampling_parameters=EXACTLY, request_id="whole")
-        assert turn == whole
-        context += turn.token_ids
-    with pytest.raises(InferenceServerException, match="START"):
-        stream.answer(text_input="more", sequence=("three-turns", ""))
-
-
-def test_a_numeric_sequence_id_works_too(stream: GrpcStream) -> None:
-    for flags in ("S", "", "E"):
-        assert stream.answer(text_input=PROMPT, max_tokens=3, sequence=(77, flags)).text
-
-
-def test_two_requests_of_one_sequence_at_once_are_turns(server: Any, stream: GrpcStream) -> None:
-    requests: list[dict[str, Any]] = [
-        {"sequence": ("at-once", "S"), "text_input": PROMPT, "max_tokens": 12},
-        {"sequence": ("at-once", "E"), "text_input": "\n# next\n", "max_tokens": 12},
-    ]
-    for number, request in enumerate(requests):
-        stream.send(str(number), stream=True, **FULL_ANSWER, **request)
-    answers = [Answer(list(stream.responses(str(number)))) for number in range(2)]
-    one_by_one = [ask(server, **request | {"sequence": ("one-by-one", request["sequence"][1])}) for request in requests]
-    assert answers == one_by_one
-
-
-def test_start_on_a_live_sequence_begins_anew(stream: GrpcStream) -> None:
-    stream.send("old", sequence=("again", "S"), stream=True, **FULL_ANSWER, **LONG)
-    old = stream.responses("old")
-    next(old)
-    new = stream.answer(request_id="new", text_input=PROMPT, max_tokens=6, sequence=("again", "SE"))
-    assert new == stream.answer(request_id="alone", text_input=PROMPT, max_tokens=6)
-    assert list(old)[-1].finish_reason == "cancelled"
-
-
-def test_stop_cancels_and_drops_the_sequence(stream: GrpcStream) -> None:
-    stream.send("long", sequence=("stopped", "S"), stream=True, **FULL_ANSWER, **LONG)
-    running = stream.responses("long")
-    next(running)
-    stream.send("stop", sequence=("stopped", "E"), stop=True)
-    (closed,) = stream.responses("stop")
-    assert closed.text_output == ""
-    assert list(running)[-1].finish_reason == "cancelled"
-    with pytest.raises(InferenceServerException, match="START"):
-        stream.answer(text_input="more", sequence=("stopped", ""))
-
-
-# Clients that go away. The next turn of the same sequence waits for the one before, so it shows the cancellation.
-
-
-def test_cancelling_frees_the_sequence_and_spares_others(server: Any) -> None:
-    expected = ask(server, text_input=PROMPT, max_tokens=60, sampling_parameters=EXACTLY)
-    with GrpcStream(server.grpc_url) as other:
-        other.send(text_input=PROMPT, max_tokens=60, sampling_parameters=EXACTLY, stream=True, **FULL_ANSWER)
-        others = other.responses()
-        first: Response = next(others)
-        with GrpcStream(server.grpc_url) as leaving:
-            leaving.send(sequence=("leaving", "S"), stream=True, **LONG)
-            next(leaving.responses())
-        started_s = time.monotonic()
-        assert ask(server, text_input="x", max_tokens=2, sequence=("leaving", "E")).num_output_tokens == 2
-        assert time.monotonic() - started_s < 3
-        assert Answer([first, *others]) == expected
-
-
-KILLED_CLIENT = """
-import sys
-from triton_calls import GrpcStream
-stream = GrpcStream(sys.argv[1])
-long = {"max_tokens": 3000, "sampling_parameters": '{"ignore_eos": true}', "stream": True}
-stream.send(text_input="x", sequence=("killed", "S"), **long)
-for response in stream.responses():
-    print("token", flush=True)
-"""
-
-
-def test_a_killed_client_frees_the_sequence(server: Any) -> None:
-    command = [sys.executable, "-c", KILLED_CLIENT, server.grpc_url]
-    folder = str(MODEL_REPOSITORY.parent / "tests" / "e2e")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=folder, text=True) as client:
-        assert client.stdout is not None
-        assert client.stdout.readline() == "token\n"
-        client.kill()
-        client.wait()
-        started_s = time.monotonic()
-    assert ask(server, text_input="x", max_tokens=2, sequence=("killed", "E")).num_output_tokens == 2
-    assert time.monotonic() - started_s < 3
-
-
-def test_http_clients_that_hang_up_free_their_places(server: Any) -> None:
-    connections = []
-    for _ in range(NUM_STREAMS):
-        connection = http.client.HTTPConnection(server.http_url, timeout=30)
-        body = {"text_input": PROMPT, "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        connection.request("POST", "/v2/models/tandem_generate/generate_stream", json.dumps(body))
-        connections.append(connection)
-    assert connections[0].getresponse().readline().startswith(b"data: ")
-    for connection in connections:
-        connection.close()
-    started_s = time.monotonic()
-    assert ask(server, text_input=PROMPT, max_tokens=2).num_output_tokens == 2
-    assert time.monotonic() - started_s < 5

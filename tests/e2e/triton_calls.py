@@ -4,7 +4,9 @@
 import http.client
 import json
 import queue
-from collections.abc import Iterator
+import re
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,11 +31,11 @@ FULL_ANSWER = {
 class GrpcStream:
     """One client with one gRPC stream. Requests are told apart by their ids; an error has none and ends any wait."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, headers: dict[str, str] | None = None) -> None:
         self._client = triton_grpc.InferenceServerClient(url)
         self._arrived: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
         self._kept: dict[str, list[Any]] = {}
-        self._client.start_stream(lambda result, error: self._arrived.put((result, error)))
+        self._client.start_stream(lambda result, error: self._arrived.put((result, error)), headers=headers)
 
     def __enter__(self) -> Self:
         return self
@@ -47,9 +49,19 @@ class GrpcStream:
         self._client.close()
 
     def send(
-        self, request_id: str = "", *, model: str = "tandem", sequence: tuple[Any, str] | None = None, **inputs: Any
+        self,
+        request_id: str = "",
+        *,
+        model: str = "tandem",
+        sequence: tuple[Any, str] | None = None,
+        timeout_us: int | None = None,
+        empty_final: bool = True,
+        **inputs: Any,
     ) -> None:
-        """`sequence` is (id, flags), flags being any of the letters S(tart) and E(nd); default: one of its own."""
+        """`sequence` is (id, flags), flags being any of the letters S(tart) and E(nd); default: one of its own.
+
+        timeout_us is the protocol's own; without empty_final no response comes that only carries the FINAL flag.
+        """
         sequence_id, flags = sequence or (f"one-shot-{id(self)}-{request_id}", "SE")
         self._client.async_stream_infer(
             model,
@@ -58,7 +70,8 @@ class GrpcStream:
             sequence_id=0 if model == "tandem_generate" else sequence_id,
             sequence_start="S" in flags and model == "tandem",
             sequence_end="E" in flags and model == "tandem",
-            enable_empty_final_response=True,
+            enable_empty_final_response=empty_final,
+            timeout=timeout_us,
         )
 
     def responses(self, request_id: str = "", timeout_s: float = 30.0) -> Iterator["Response"]:
@@ -73,6 +86,11 @@ class GrpcStream:
                 yield Response(result)
             if result.get_response().parameters["triton_final_response"].bool_param:
                 return
+
+    def responses_of_one_message(self, timeout_s: float = 30.0) -> list["Response"]:
+        """The data response of the next message of this stream, whoever's it is; none for a mere FINAL flag."""
+        result = self._receive(timeout_s)
+        return [Response(result)] if result.get_response().outputs else []
 
     def answer(self, **request: Any) -> "Answer":
         """Send one streaming request for everything and collect its responses."""
@@ -140,6 +158,40 @@ def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> 
     if path == "generate":
         return reply.status, json.loads(content)
     return reply.status, [json.loads(line.removeprefix("data: ")) for line in content.splitlines() if line]
+
+
+def metrics(server: Any) -> dict[str, float]:
+    """The engine's metrics by name, and by name and the label that is not of the model: `name{outcome="stop"}`."""
+    connection = http.client.HTTPConnection(server.metrics_url, timeout=30)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode("utf-8")
+    connection.close()
+    found = {}
+    for name, labels, value in re.findall(r"^(tandem_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        own = [label for label in labels.split(",") if not label.startswith(("model=", "version="))]
+        found[f"{name}{{{','.join(own)}}}" if own else name] = float(value)
+    return found
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    """Fails the test if the condition does not come true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+def wait_until_free(server: Any) -> None:
+    """Until nothing runs or waits and no session is open: then every block and slot must be back in its pool."""
+
+    def is_free() -> bool:
+        found = metrics(server)
+        return all(found[f"tandem_num_{name}"] == 0 for name in ("active", "queued", "sessions"))
+
+    wait_until(is_free)
+    found = metrics(server)
+    for pool in ("blocks", "slots"):
+        assert found[f"tandem_num_free_{pool}"] == found[f"tandem_num_{pool}"]
 
 
 def _tensor(name: str, value: Any) -> triton_grpc.InferInput:
