@@ -182,14 +182,19 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None
 
 
 def wait_until_free(server: Any) -> None:
-    """Until nothing runs or waits and no session is open: then every block and slot must be back in its pool."""
+    """Until nothing runs or waits and no session is open: then every block and slot must be back in its pool.
+
+    Metrics are as old as the heartbeat beside them.
+    """
+    called_s = time.time()
+    found: dict[str, float] = {}
 
     def is_free() -> bool:
-        found = metrics(server)
-        return all(found[f"tandem_num_{name}"] == 0 for name in ("active", "queued", "sessions"))
+        found.update(metrics(server))
+        is_new = found["tandem_heartbeat_timestamp_seconds"] > called_s
+        return is_new and all(found[f"tandem_num_{name}"] == 0 for name in ("active", "queued", "sessions"))
 
     wait_until(is_free)
-    found = metrics(server)
     for pool in ("blocks", "slots"):
         assert found[f"tandem_num_free_{pool}"] == found[f"tandem_num_{pool}"]
 
