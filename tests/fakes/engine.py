@@ -3,8 +3,9 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from tandem_backend.engine.answer_form import AnswerForm
 from tandem_backend.engine.health import Health
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import EngineCounters, FinishReason, Request, SequenceId, StepOutput
@@ -17,6 +18,7 @@ Script = Sequence[StepOutput | Exception]
 class FakePrepared:
     request: Request
     num_prompt_tokens: int
+    form: AnswerForm = field(default_factory=AnswerForm)
 
 
 def chunk(text: str = "", *, finish_reason: FinishReason | None = None, **values: object) -> StepOutput:

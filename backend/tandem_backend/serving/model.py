@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb_utils
 from tandem_backend.config import load_engine_config
 from tandem_backend.engine import Engine
 from tandem_backend.errors import InternalError, TandemError
+from tandem_backend.serving.answer import answer_reader
 from tandem_backend.serving.drain import on_drain
 from tandem_backend.serving.log import log_to_triton
 from tandem_backend.serving.loop import EngineLoop
@@ -105,6 +106,7 @@ class TritonPythonModel:
             prepared.num_prompt_tokens,
             observer,
             error_as_output=wants_error_output(request),
+            reader=answer_reader(prepared, parsed.options.reasoning_format),
         )
         self._loop.submit(prepared, responder)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tandem_backend.errors import InvalidRequestError
+from tandem_backend.serving.answer_fields import AnswerFields, ReasoningFormat, take_answer_fields
 from tandem_backend.serving.sampling import parse_sampling, unknown_names
 from tandem_backend.serving.urgency import Urgency, take_urgency
 from tandem_backend.types import Prompt, Request, SequenceId
@@ -18,6 +19,7 @@ PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 TEMPLATE_INPUTS = ("tools", "enable_thinking", "chat_template_kwargs")
 # Tensors that are sampling parameters under the same name; a tensor wins over the parameter.
 SAMPLING_INPUTS = ("max_tokens", "stop_words", "seed", "guided_decoding_guide_type", "guided_decoding_guide")
+OTHER_FIELDS = {*Urgency.model_fields, *AnswerFields.model_fields}
 # The protocol's own parameters; not the model's, so never "unknown".
 ERROR_PARAMETER = "tandem_error_as_output"  # set by tandem_generate
 TRANSPORT_PARAMETERS = ("binary_data_output", "headers", ERROR_PARAMETER)
@@ -29,6 +31,7 @@ class ResponseOptions:
 
     stream: bool = False
     echo: str = ""
+    reasoning_format: ReasoningFormat = ReasoningFormat.TAGS
     return_finish_reason: bool = False
     return_cumulative_logprob: bool = False
     return_logprobs: bool = False
@@ -66,18 +69,21 @@ def parse_request(request: Any, request_id: str) -> Parsed:
     prompt = _parse_prompt(inputs)
     values, ignored = _collect_sampling(inputs, _parameters(request))
     urgency = take_urgency(values, request.timeout())
+    form = take_answer_fields(values)
+    params, prompt = form.apply(parse_sampling(values), prompt)
     flags = request.flags() if sequence_id is not None else 0
     parsed = Request(
         request_id=request_id,
         prompt=prompt,
-        params=parse_sampling(values),
+        params=params,
         sequence_id=sequence_id,
         sequence_start=bool(flags & FLAG_SEQUENCE_START),
         sequence_end=bool(flags & FLAG_SEQUENCE_END),
         priority=urgency.priority,
         timeout_ms=urgency.timeout_ms,
     )
-    options = _parse_options(inputs, prompt, relaxed_acceptance=parsed.params.relax_tau is not None)
+    relaxed = parsed.params.relax_tau is not None
+    options = _parse_options(inputs, prompt, reasoning_format=form.reasoning_format, relaxed_acceptance=relaxed)
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
 
 
@@ -123,7 +129,9 @@ def _parse_prompt(inputs: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _parse_options(inputs: Mapping[str, Any], prompt: Prompt, *, relaxed_acceptance: bool) -> ResponseOptions:
+def _parse_options(
+    inputs: Mapping[str, Any], prompt: Prompt, *, reasoning_format: ReasoningFormat, relaxed_acceptance: bool
+) -> ResponseOptions:
     stream = _read(inputs, "stream", _bool, False)
     exclude_input = _read(inputs, "exclude_input_in_output", _bool, stream)
     if stream and not exclude_input:
@@ -132,6 +140,7 @@ def _parse_options(inputs: Mapping[str, Any], prompt: Prompt, *, relaxed_accepta
         stream=stream,
         echo="" if exclude_input else prompt.text or "",
         relaxed_acceptance=relaxed_acceptance,
+        reasoning_format=reasoning_format,
         **{name: _read(inputs, name, _bool, False) for name in RETURN_INPUTS},
     )
 
@@ -145,7 +154,7 @@ def _collect_sampling(inputs: Mapping[str, Any], parameters: str) -> tuple[dict[
     }
     values.update(_read(inputs, "sampling_parameters", _json_object, {}))
     strict = values.pop("strict", False) in (True, "true", "True", 1, "1")
-    ignored = [name for name in unknown_names(values) if name not in Urgency.model_fields]
+    ignored = [name for name in unknown_names(values) if name not in OTHER_FIELDS]
     if strict and ignored:
         raise InvalidRequestError(f"strict: unknown sampling parameters: {', '.join(ignored)}")
     for name in ignored:

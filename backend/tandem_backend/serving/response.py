@@ -10,8 +10,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from tandem_backend.errors import InternalError, TandemError
+from tandem_backend.serving.answer import AnswerReader, Piece
+from tandem_backend.serving.answer_fields import ReasoningFormat
 from tandem_backend.serving.request import ResponseOptions
-from tandem_backend.types import PromptLogprob, RequestStats, StepOutput, TopLogprobs
+from tandem_backend.types import FinishReason, PromptLogprob, RequestStats, StepOutput, TopLogprobs
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # An error that `tandem` sends to `tandem_generate` travels as an output: an error response over BLS, beside streams of
@@ -20,6 +22,7 @@ ERROR_OUTPUT = "error"
 FAILED = "error"  # the outcome of a request that got no finish reason
 # vLLM's text while a request runs; its clients compare with it.
 NO_FINISH_REASON = "None"
+TOOL_CALLS = "tool_calls"  # the finish reason of an answer that stopped and called tools, as in the OpenAI API
 
 
 class Sender(Protocol):
@@ -55,13 +58,14 @@ class Responder:
         on_end: Callable[[Ended], None] | None = None,
         *,
         error_as_output: bool = False,
+        reader: AnswerReader | None = None,
     ) -> None:
-        self._sender = sender
+        self._sender, self._reader = sender, reader
         self._on_end = on_end
         self._error_as_output = error_as_output
         self._options = options or ResponseOptions()
         self._num_prompt_tokens = num_prompt_tokens
-        self._text = self._options.echo
+        self._piece = Piece(self._options.echo)
         self._token_ids: list[int] = []
         self._logprobs: list[dict[str, Any]] = []
         self._prompt_logprobs: list[dict[str, Any] | None] = []
@@ -83,13 +87,13 @@ class Responder:
         if output.error is not None:
             self.fail(output.error, output.stats)
             return
-        self._text += output.text
+        self._read(output)
         self._token_ids += output.token_ids
         self._logprobs += _logprob_entries(output)
         self._prompt_logprobs += [_prompt_entry(entry) for entry in output.prompt_logprobs]
         for logprob in output.logprobs:  # one by one: how the tokens fell into outputs must not show in the sum
             self._cumulative_logprob += logprob
-        if not output.is_last and not (self._options.stream and (self._text or self._token_ids)):
+        if not output.is_last and not (self._options.stream and (self._piece.text or self._token_ids)):
             return
         ended = Ended(output.finish_reason, self.is_streaming, output.stats) if output.finish_reason else None
         try:
@@ -98,7 +102,15 @@ class Responder:
             self._send(pb_utils.InferenceResponse(output_tensors=tensors), ended)
         except Exception as error:
             self.fail(InternalError(f"the response could not be sent: {error}"), output.stats)
-        self._text, self._token_ids, self._logprobs, self._prompt_logprobs = "", [], [], []
+        self._piece, self._token_ids, self._logprobs, self._prompt_logprobs = Piece(), [], [], []
+
+    def _read(self, output: StepOutput) -> None:
+        if self._reader is None:
+            self._piece.text += output.text
+            return
+        self._piece.add(self._reader.push(output.text))
+        if output.is_last:
+            self._piece.add(self._reader.finish())
 
     def fail(self, error: TandemError, stats: RequestStats | None = None) -> None:
         """Answer with `error` and FINAL. Never raises."""
@@ -136,10 +148,15 @@ class Responder:
             pb_utils.Logger.log_error(f"a request could not be finished: {error}")
 
     def _tensors(self, output: StepOutput) -> list[Any]:
-        options = self._options
+        options, reader = self._options, self._reader
+        reason = output.finish_reason or NO_FINISH_REASON
+        if reader is not None and reader.num_calls and reason == FinishReason.STOP:
+            reason = TOOL_CALLS
         columns: list[tuple[str, bool, Any, list[Any]]] = [
-            ("text_output", True, object, [self._text]),
-            ("finish_reason", options.return_finish_reason, object, [output.finish_reason or NO_FINISH_REASON]),
+            ("text_output", True, object, [self._piece.text]),
+            ("finish_reason", options.return_finish_reason, object, [reason]),
+            ("reasoning_content", _has_reasoning(reader), object, [self._piece.reasoning]),
+            ("tool_calls", reader is not None and reader.finds_calls, object, [json.dumps(self._piece.calls)]),
             ("cumulative_logprob", options.return_cumulative_logprob, np.float32, [self._cumulative_logprob]),
             ("logprobs", options.return_logprobs, object, [json.dumps(self._logprobs)]),
             ("prompt_logprobs", bool(self._prompt_logprobs), object, [json.dumps(self._prompt_logprobs)]),
@@ -152,6 +169,10 @@ class Responder:
             columns += _perf_columns(output.stats)
             columns += [("seed", output.stats.seed is not None, np.uint64, [output.stats.seed or 0])]
         return [pb_utils.Tensor(name, np.array(data, dtype=dtype)) for name, wanted, dtype, data in columns if wanted]
+
+
+def _has_reasoning(reader: AnswerReader | None) -> bool:
+    return reader is not None and reader.form is not ReasoningFormat.TAGS
 
 
 def _logprob_entries(output: StepOutput) -> list[dict[str, Any]]:

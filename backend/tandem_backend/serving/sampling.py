@@ -71,10 +71,6 @@ def _temperature(value: float) -> float:
     return value
 
 
-def _absent(value: Any) -> Any:
-    raise PydanticCustomError("unsupported", "is not supported at present, leave it out")
-
-
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 StopStrings = Annotated[
@@ -90,7 +86,6 @@ BadWords = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many), Field(max_length=MAX_BAD_WORDS)
 ]
 Share = Annotated[Number, Field(gt=0, le=1)]
-Unsupported = Annotated[Any, BeforeValidator(_absent)]
 
 
 class SamplingFields(BaseModel):
@@ -135,11 +130,6 @@ class SamplingFields(BaseModel):
     beam_width: Annotated[Integer, _only(1)] = 1
     use_beam_search: Annotated[bool, _only(False)] = False
     skip_special_tokens: Annotated[bool, _only(True)] = True
-    guided_decoding: Unsupported = None
-    guided_decoding_guide: Unsupported = None
-    guided_decoding_guide_type: Unsupported = None
-    structured_outputs: Unsupported = None
-    response_format: Unsupported = None
 
     @model_validator(mode="after")
     def _min_within_max(self) -> "SamplingFields":

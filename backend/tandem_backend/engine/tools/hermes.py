@@ -34,7 +34,8 @@ class HermesParser(ToolCallParser):
         self._is_named = False
 
     def _read_call(self, parsed: Parsed) -> bool:
-        self._take(skip_space(self._rest))
+        if self._step != self._read_value:
+            self._take(skip_space(self._rest))
         return bool(self._rest) and self._step(parsed)
 
     def _read_brace(self, parsed: Parsed) -> bool:
