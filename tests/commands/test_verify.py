@@ -118,9 +118,7 @@ def test_one_flipped_bit_is_a_difference_though_no_token_changes(
     assert together["num_differing_tokens"] == 0
     assert together["num_differing_rows"] > 0
     assert result.stdout.count("first difference") == 1
-    assert (
-        "first difference: drafters=none parallel=2 chunk=1 cache=cold: prompt 'short', output token" in result.stdout
-    )
+    assert "first difference: drafters=none parallel=2 chunk=1 cache=cold: prompt 'long', output token" in result.stdout
     assert "1 of 151 logits differ, the first at token id 3: plain" in result.stdout
     plain, here = (line for line in result.stdout.splitlines() if line.startswith(("  plain:", "  here:")))
     assert plain.split("top logits")[0].split()[-2:] == here.split("top logits")[0].split()[-2:]
