@@ -18,7 +18,7 @@ from tandem_client.types import Chunk, Usage
 INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 
-def _parse_sampling(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
+def parse_sampling(ctx: click.Context, param: click.Parameter, value: str | None) -> dict[str, Any] | None:
     if value is None:
         return None
     try:
@@ -30,7 +30,7 @@ def _parse_sampling(ctx: click.Context, param: click.Parameter, value: str | Non
     return parsed
 
 
-def _parse_url(ctx: click.Context, param: click.Parameter, value: str) -> str:
+def parse_url(ctx: click.Context, param: click.Parameter, value: str) -> str:
     try:
         return check_url(value)
     except ValueError as error:
@@ -44,7 +44,7 @@ _REQUEST_OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ..
         envvar="TANDEM_URL",
         show_envvar=True,
         show_default=True,
-        callback=_parse_url,
+        callback=parse_url,
         metavar="HOST:PORT",
         help="gRPC service of the server.",
     ),
@@ -52,9 +52,7 @@ _REQUEST_OPTIONS: tuple[Callable[[Callable[..., None]], Callable[..., None]], ..
     click.option("--max-tokens", type=int, help="Limit of output tokens of an answer."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End the answer before TEXT; may be repeated."),
     click.option("--system", metavar="TEXT", help="System message of the chat."),
-    click.option(
-        "--sampling", callback=_parse_sampling, metavar="JSON", help="Further sampling parameters, an object."
-    ),
+    click.option("--sampling", callback=parse_sampling, metavar="JSON", help="Further sampling parameters, an object."),
     click.option("--timeout", type=float, metavar="SECONDS", help="Time limit of an answer."),
     click.option("--stats", is_flag=True, help="Print counts and speed of an answer to stderr."),
 )
@@ -76,7 +74,7 @@ def generate(prompt: str, chat: bool, url: str, model: str, system: str | None, 
     The exit status is 1 after an error and 130 after Ctrl-C, which cancels the request on the server.
     """
     options = _options(**given)
-    with _exit_status(), TandemClient(url, model) as client:
+    with exit_status(), TandemClient(url, model) as client:
         text: str | None = sys.stdin.read() if prompt == "-" else prompt
         if chat or system is not None:
             options["messages"] = [*_system_messages(system), {"role": "user", "content": text}]
@@ -94,7 +92,7 @@ def chat(url: str, model: str, system: str | None, stats: bool, **given: Any) ->
     """
     options = _options(**given)
     interactive = sys.stdin.isatty()
-    with _exit_status(), TandemClient(url, model) as client, client.session() as session:
+    with exit_status(), TandemClient(url, model) as client, client.session() as session:
         for line in _read_lines(interactive):
             if line == "/quit":
                 break
@@ -185,7 +183,7 @@ def _read_lines(interactive: bool) -> Iterator[str]:
 
 
 @contextmanager
-def _exit_status() -> Iterator[None]:
+def exit_status() -> Iterator[None]:
     try:
         yield
     except ConnectionFailedError as error:
