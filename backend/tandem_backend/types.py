@@ -109,7 +109,6 @@ class SamplingParams:
     tool_choice: ToolChoice | None = None  # None: the text is not searched for calls
     max_reasoning_tokens: int | None = None  # of the answer's reasoning block; None: no limit
     reasoning_stall_tokens: int | None = None  # a block whose last so many tokens repeat is closed; None: never
-
     acceptance: AcceptanceRule = "exact"
     relax_tau: float | None = None  # a draft with this share of the largest probability is taken; None: never
     relax_rank: int = 5  # and only if it is among so many likeliest tokens

@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tandem_kernels as kernels
 import torch
 from click.testing import CliRunner, Result
 from fakes.tiny_model import tiny_checkpoint
 from tandem_backend.commands.verify import verify
 from tandem_backend.engine.drafters.base import Proposal
 from tandem_backend.engine.drafters.lookup import LookupDrafter
+from tandem_backend.engine.sequence import Generation
 from tandem_backend.model.batch import RowBatch
 from tandem_backend.model.decoder import Decoder, ForwardResult
+from tandem_backend.types import SamplingParams
+from tandem_backend.verification.sampling import KINDS
 
 BUNDLED = Path(__file__).parents[2] / "model_repository" / "tandem" / "1" / "tandem-pydoc"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -104,6 +108,65 @@ def test_an_exact_engine_passes_under_every_combination(checkpoint: Path, prompt
     assert table[1].split()[:6] == ["wrong", "1", "1", "cold", "3", str(lines[0]["num_tokens"])]
     assert table[-1] == "24 combinations, 0 different, 0 without drafts"
     assert "plain decoding: 3 prompts" in result.stderr
+
+
+ALL_KINDS = "greedy,seeded,penalties,grammar,logprobs,stops"
+
+
+def run_kinds(checkpoint: Path, prompts: Path, kinds: str, drafters: str) -> Result:
+    options = ("--sampling", kinds, "--drafters", drafters, "--parallel", "1,4", "--chunks", "7")
+    return run_gate(checkpoint, prompts, *options)
+
+
+def test_every_kind_of_sampling_passes_under_an_exact_engine(speaking_checkpoint: Path, prompts: Path) -> None:
+    result = run_kinds(speaking_checkpoint, prompts, ALL_KINDS, "half,oracle,mtp")
+    assert result.exit_code == 0, result.output
+    table = [line.split() for line in result.stdout.splitlines()[1:-1]]
+    assert {line[4] for line in table} == {"18"}
+    assert all(float(line[8]) > 1.5 for line in table if line[0] == "oracle")  # it knows each kind's own answer
+
+
+def test_noise_that_depends_on_the_number_of_draws_is_found(
+    checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws, original = itertools.count(), kernels.gumbel_argmax
+
+    def by_count(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, stream: int = 0) -> torch.Tensor:
+        counted = torch.tensor([next(draws) for _ in positions], dtype=torch.int32)
+        return original(logits, seeds, counted, stream)
+
+    monkeypatch.setattr(kernels, "gumbel_argmax", by_count)
+    assert run_kinds(checkpoint, prompts, "seeded", "half").exit_code == 1
+
+
+def test_logprobs_of_the_wrong_row_are_found(checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = kernels.log_probs
+
+    def of_the_row_before(logits: torch.Tensor, ids: torch.Tensor, num_top: int = 0) -> tuple[torch.Tensor, ...]:
+        return tuple(values.roll(1, 0) for values in original(logits, ids, num_top))
+
+    monkeypatch.setattr(kernels, "log_probs", of_the_row_before)
+    assert run_kinds(checkpoint, prompts, "logprobs", "oracle").exit_code == 1
+
+
+def test_a_stop_string_that_is_missed_inside_a_run_is_found(
+    speaking_checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking for it once a round, at the end, lets text through that plain decoding cuts."""
+    take = Generation.take
+
+    def look_at_the_end_only(self: Generation, token_ids: list[int]) -> Any:
+        whole = self.text
+        assert whole is not None
+        stop, whole._stop = whole._stop, () if len(token_ids) > 1 else whole._stop
+        result = take(self, token_ids)
+        whole._stop = stop
+        return result
+
+    monkeypatch.setitem(KINDS, "stops", SamplingParams(stop=tuple("aeiou")))
+    assert run_kinds(speaking_checkpoint, prompts, "stops", "oracle").exit_code == 0
+    monkeypatch.setattr(Generation, "take", look_at_the_end_only)
+    assert run_kinds(speaking_checkpoint, prompts, "stops", "oracle").exit_code == 1
 
 
 def test_one_flipped_bit_is_a_difference_though_no_token_changes(

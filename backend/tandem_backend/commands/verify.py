@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tandem_backend.verification.report import Progress
     from tandem_backend.verification.run import Results
 
+SAMPLING = ("greedy", "seeded", "penalties", "grammar", "logprobs", "stops")
 CACHES = ("cold",)
 
 
@@ -74,6 +75,15 @@ _NEW_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 @click.option(
     "--cache", "caches", metavar="LIST", callback=_list_of(click.Choice(CACHES)), default="cold", show_default=True
 )
+@click.option(
+    "--sampling",
+    "kinds",
+    metavar="LIST",
+    callback=_list_of(click.Choice(SAMPLING)),
+    default="greedy",
+    show_default=True,
+    help=f"Decode each prompt under each of these kinds of options: {', '.join(SAMPLING)}.",
+)
 @click.option("--json", "json_file", type=_NEW_FILE, callback=_in_a_folder, help="Write all results to this file.")
 @click.option(
     "--record", "record_file", type=_NEW_FILE, callback=_in_a_folder, help="Store the answers to 13 fixed requests."
@@ -84,8 +94,9 @@ def verify(ctx: click.Context, /, **options: Any) -> None:
     """Check that nothing changes a bit of what a target decodes.
 
     Decodes every prompt plainly, one row a pass, then under every combination of drafters, parallel requests, chunk
-    sizes and caches, and compares token ids and the bits of every logits row (with --server: of the tokens'
-    log-probabilities). Exits 1 on any difference, and where drafters never drafted.
+    sizes and caches, and compares token ids, the bits of every logits row (with --server: of the tokens'
+    log-probabilities), the log-probabilities asked for, text and finish reason. Exits 1 on any difference, and where
+    drafters never drafted.
 
     --record and --against do the same over time, from build to build, with a fixed set of requests. With --server they
     are answered there, and --checkpoint is what it serves, for the fingerprint.
@@ -116,6 +127,7 @@ def _run_gate(
     parallel: tuple[int, ...],
     chunks: tuple[int, ...],
     caches: tuple[str, ...],
+    kinds: tuple[str, ...],
     json_file: Path | None,
     **_: Any,
 ) -> None:
@@ -124,9 +136,12 @@ def _run_gate(
     from tandem_backend.verification.gate import Plan
     from tandem_backend.verification.report import Progress
     from tandem_backend.verification.run import verify_engine, verify_server
+    from tandem_backend.verification.sampling import with_kinds
 
     progress = Progress(lambda text: click.echo(text, err=True))
     prompts = _read_prompts(prompts_file)
+    if kinds != ("greedy",):
+        prompts = with_kinds(prompts, kinds)
     if checkpoint is not None and server is None:
         plan = Plan(_known_drafters(checkpoint, drafters), parallel, chunks, caches)
         _report(ctx, plan, verify_engine(checkpoint, prompts, max_tokens, plan, progress), prompts, json_file, progress)

@@ -12,10 +12,16 @@ from tandem_backend.errors import InternalError
 
 @dataclass(slots=True)
 class Trace:
-    """What one request decoded. `row_bits[i]` stands for the bits of the row that chose `token_ids[i]`."""
+    """What one request decoded. `row_bits[i]` stands for the bits of the row that chose `token_ids[i]`.
+
+    `logprob_bits[i]` are those of the log-probabilities that came with the token, `ending` what else the answer has:
+    its text, why it ended and the prompt's log-probabilities. Empty where they are not looked at.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     row_bits: list[bytes] = field(default_factory=list)
+    logprob_bits: list[bytes] = field(default_factory=list)
+    ending: bytes = b""
     round_sizes: list[int] = field(default_factory=list)  # tokens that each round committed; the prompt's is the first
     prompt_ids: tuple[int, ...] = ()  # empty where the target doesn't tell
     num_draft_tokens: int = 0  # draft rows that the target verified
@@ -27,7 +33,10 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Of one request against its reference; a token that only one side has differs, and so does its row."""
+    """Of one request against its reference; a token that only one side has differs, and so does its row.
+
+    A row differs, too, by the log-probabilities that it gave; another ending counts as the last row's.
+    """
 
     num_tokens: int
     num_rows: int
@@ -36,8 +45,14 @@ class Differences:
 
 def compare(expected: Trace, got: Trace) -> Differences:
     tokens = [i for i, (a, b) in enumerate(zip_longest(expected.token_ids, got.token_ids)) if a != b]
-    rows = [i for i, (a, b) in enumerate(zip_longest(expected.row_bits, got.row_bits)) if a != b]
+    rows = [i for i, (a, b) in enumerate(zip_longest(_rows(expected), _rows(got))) if a != b]
+    if not rows and expected.ending != got.ending:
+        rows = [max(len(got.row_bits) - 1, 0)]
     return Differences(len(tokens), len(rows), min([*tokens[:1], *rows[:1]], default=None))
+
+
+def _rows(trace: Trace) -> list[tuple[bytes, bytes | None]]:
+    return list(zip_longest(trace.row_bits, trace.logprob_bits))
 
 
 def acceptance_len(traces: Sequence[Trace]) -> float:

@@ -4,6 +4,7 @@
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -14,8 +15,8 @@ from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.errors import InternalError, InvalidRequestError
 from tandem_backend.model.config import load_model_config
 from tandem_backend.model.state import KV_BLOCK, block_bytes
-from tandem_backend.types import Request, SamplingParams
-from tandem_backend.verification.comparison import Trace
+from tandem_backend.types import Request, StepOutput, TopLogprobs
+from tandem_backend.verification.comparison import Trace, float_bits
 from tandem_backend.verification.explanation import explain_rows
 from tandem_backend.verification.gate import PLAIN, Tick
 from tandem_backend.verification.prompts import NamedPrompt
@@ -97,6 +98,7 @@ class EngineTarget:
     ) -> list[Trace]:
         self._recorder.begin(expected)
         traces = {p.request.request_id: Trace(prompt_ids=p.prompt_ids) for p in requests}
+        texts = {request_id: hashlib.blake2b(digest_size=16) for request_id in traces}
         waiting, live = deque(requests), set[str]()
         while waiting or live:
             while waiting and len(live) < parallel:
@@ -109,21 +111,40 @@ class EngineTarget:
                     raise output.error
                 if output.token_ids:
                     trace.add_round(output.token_ids)
+                trace.logprob_bits += _logprob_bits(output)
+                texts[output.request_id].update(_ending(output))
                 if output.is_last:
                     assert output.stats is not None, "a request that ran has statistics"
                     trace.num_draft_tokens = output.stats.num_draft_tokens
                     trace.row_bits = self._recorder.digests[output.request_id]
+                    trace.ending = texts[output.request_id].digest()
                     live.remove(output.request_id)
                     tick(len(requests) - len(waiting) - len(live), len(requests))
         return list(traces.values())
 
     def _prepare(self, index: int, drafter: str, max_tokens: int) -> PreparedRequest:
         named = self._prompts[index % len(self._prompts)]
-        params = SamplingParams(max_tokens=max_tokens, drafter=drafter)
+        least = min(named.params.min_tokens, max_tokens)
+        params = replace(named.params, max_tokens=max_tokens, min_tokens=least, drafter=drafter)
         try:
             return self._engine.prepare(Request(request_id=str(index), prompt=named.prompt, params=params))
         except InvalidRequestError as error:
             raise InvalidRequestError(f"prompt {named.name!r}: {error}") from error
+
+
+def _logprob_bits(output: StepOutput) -> list[bytes]:
+    tops: Sequence[TopLogprobs] = output.top_logprobs or [()] * len(output.logprobs)
+    return [float_bits(value) + _top_bits(top) for value, top in zip(output.logprobs, tops, strict=True)]
+
+
+def _top_bits(top: TopLogprobs) -> bytes:
+    return b"".join(token_id.to_bytes(4) + float_bits(value) for token_id, value in top)
+
+
+def _ending(output: StepOutput) -> bytes:
+    """What of an output is the same however the tokens fell into rounds, once all outputs stand together."""
+    prompt = [entry and float_bits(entry.logprob) + _top_bits(entry.top) for entry in output.prompt_logprobs]
+    return repr(prompt).encode() * bool(prompt) + output.text.encode() + str(output.finish_reason or "").encode()
 
 
 def plain_config(checkpoint: Path) -> EngineConfig:

@@ -2,13 +2,13 @@
 """Prompt files: JSON lines with an `id`, and a `prompt`, `messages` (maybe with `tools`) or `input_ids`."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tandem_backend.types import Prompt
+from tandem_backend.types import Prompt, SamplingParams
 
 SOURCES = ("prompt", "messages", "input_ids")
 
@@ -19,6 +19,9 @@ class NamedPrompt:
 
     name: str
     prompt: Prompt
+    params: SamplingParams = field(
+        default_factory=SamplingParams
+    )  # how it is decoded; drafter and max_tokens come from the gate
 
 
 class PromptFileError(ValueError):

@@ -29,9 +29,12 @@ def verify_engine(
     reference = _decode_plainly(plain, progress)
     num_tokens = max_tokens + max(len(trace.prompt_ids) for trace in reference)
     names = {name for names in plan.drafters for name in names.split("+")} - {PLAIN}
-    outputs = {trace.prompt_ids: trace.token_ids for trace in reference}
+    outputs: dict[tuple[int, ...], list[list[int]]] = {}
+    for trace in reference:
+        outputs.setdefault(trace.prompt_ids, []).append(trace.token_ids)
+    firsts = {prompt_ids: found[0] for prompt_ids, found in outputs.items()}
     vocab_size = load_model_config(checkpoint).vocab_size
-    scripted = {name: ScriptedDrafter(name, outputs, vocab_size) for name in TEST_DRAFTERS if name in names}
+    scripted = {name: ScriptedDrafter(name, firsts, vocab_size, outputs) for name in TEST_DRAFTERS if name in names}
 
     def open_target(chunk: int | None, cache: str) -> Target:
         assert chunk is not None, "an engine of this process has a chunk size"

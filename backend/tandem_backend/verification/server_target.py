@@ -10,6 +10,7 @@ from tandem_backend.errors import TandemError
 from tandem_backend.verification.comparison import Trace, float_bits, show_bits
 from tandem_backend.verification.gate import Tick
 from tandem_backend.verification.prompts import NamedPrompt
+from tandem_backend.verification.sampling import served_options
 
 DEFAULT = "default"  # the drafters the server uses for a request that names none
 
@@ -39,7 +40,7 @@ class ServerTarget:
         return f"  {_side('plain', output, expected)}\n  {_side('here', output, got)}"
 
     def _decode_one(self, named: NamedPrompt, drafter: str) -> Trace:
-        prompt, trace = named.prompt, Trace()
+        prompt, trace, text = named.prompt, Trace(), ""
         chunks = self._client.generate(
             prompt.text,
             messages=prompt.messages,
@@ -47,13 +48,17 @@ class ServerTarget:
             tools=prompt.tools,
             max_tokens=self._max_tokens,
             logprobs=True,
-            sampling={} if drafter == DEFAULT else {"drafter": drafter},
+            sampling=served_options(named.params) | ({} if drafter == DEFAULT else {"drafter": drafter}),
         )
         try:
             for chunk in chunks:
                 if chunk.token_ids:
                     trace.add_round(chunk.token_ids)
                 trace.row_bits += [float_bits(value) for value in chunk.logprobs or ()]
+                trace.logprob_bits += [repr(top).encode() for top in chunk.top_logprobs or ()]
+                text += chunk.text
+                if chunk.finish_reason is not None:
+                    trace.ending = f"{text}{chunk.finish_reason}".encode()
                 if chunk.usage is not None:
                     trace.num_draft_tokens = chunk.usage.num_draft_tokens
         except TandemClientError as error:

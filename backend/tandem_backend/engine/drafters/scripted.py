@@ -22,12 +22,19 @@ class ScriptedDrafter:
     Args:
         name: `wrong`, `half` or `oracle`.
         references: output token ids by the prompt's token ids, as a mapping or a function.
+        others: further outputs by prompt, of requests with other options; a request follows one that begins like it.
         vocab_size: proposed ids are below it; at least 2, so that there is a wrong token.
 
     Raises ValueError naming the argument.
     """
 
-    def __init__(self, name: str, references: References, vocab_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        references: References,
+        vocab_size: int,
+        others: Mapping[tuple[int, ...], Sequence[Sequence[int]]] | None = None,
+    ) -> None:
         if name not in ("wrong", "half", "oracle"):
             raise ValueError(f"name: must be wrong, half or oracle, got {name!r}")
         if vocab_size < 2:
@@ -35,6 +42,7 @@ class ScriptedDrafter:
         self.name = name
         self._references = references
         self._vocab_size = vocab_size
+        self._others = others or {}
 
     def begin(self, key: int) -> None:
         """Nothing is kept of a sequence."""
@@ -70,6 +78,10 @@ class ScriptedDrafter:
             reference = self._references(prompt)
         depth = min(context.max_nodes, context.max_depth)
         done = len(context.token_ids) - context.num_prompt_tokens
+        output = list(context.token_ids[context.num_prompt_tokens :])
+        for other in self._others.get(prompt, ()):
+            if list(reference[:done]) != output:
+                reference = other
         right = list(reference[done : done + depth])
         return right + [AFTER_THE_END] * (depth - len(right))
 
