@@ -203,10 +203,10 @@ def test_a_drafted_row_that_is_wrong_is_found(checkpoint: Path, prompts: Path, m
     """Commit forgets to drop the rejected rows: the state holds tokens that are not in the text."""
     whole = Decoder.commit
 
-    def commit(self: Decoder, result: ForwardResult, batch: RowBatch, paths: Any, state: Any) -> Any:
-        counts = [end - start for start, end in zip(batch.starts, batch.starts[1:], strict=False)]
-        kept = [path if len(path) == n else [*path, n - 1][:n] for path, n in zip(paths, counts, strict=True)]
-        return whole(self, result, batch, kept, state)
+    def commit(self: Decoder, result: ForwardResult, batch: RowBatch, paths: Any, *rest: Any) -> Any:
+        trees = [len(rows.token_ids) if rows.parents is not None else 0 for rows in batch.sequences]
+        kept = [[*path, n - 1] if path and len(path) < n else path for path, n in zip(paths, trees, strict=True)]
+        return whole(self, result, batch, kept, *rest)
 
     monkeypatch.setattr(Decoder, "commit", commit)
     result = run_gate(checkpoint, prompts, "--drafters", "none,wrong", "--parallel", "1", "--chunks", "4")
