@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 
 from tandem_backend.errors import InternalError, UnavailableError
 from tandem_backend.serving.ended_iterators import EndedIterators
-from tandem_backend.serving.loop import POLL_INTERVAL_S, REPORT_INTERVAL_S
+from tandem_backend.serving.loop import POLL_INTERVAL_S, REPORT_INTERVAL_S, poll_pause_s
 from tandem_backend.serving.model_config import reports_metrics, string_parameters
 from tandem_backend.serving.registry import Registry
 from tandem_backend.serving.request import ERROR_PARAMETER, FLAG_SEQUENCE_END, FLAG_SEQUENCE_START
@@ -154,8 +154,9 @@ class TritonPythonModel:
 
     def _watch(self) -> None:
         """Cancellation does not travel through BLS by itself. The heartbeat is that of this thread."""
-        next_beat_s = 0.0
-        while not self._stopping.wait(POLL_INTERVAL_S):
+        next_beat_s, pause_s = 0.0, POLL_INTERVAL_S
+        while not self._stopping.wait(pause_s):
+            begun_s = time.monotonic()
             if self._registry is not None and time.monotonic() >= next_beat_s:
                 self._registry.gauge(HEARTBEAT, "When the front's watcher last came by, since 1970", time.time())
                 next_beat_s = time.monotonic() + REPORT_INTERVAL_S
@@ -166,6 +167,7 @@ class TritonPythonModel:
                     with self._lock:
                         self._live.pop(forwarded.sequence_id, None)
                     self._closers.submit(self._cancel, forwarded)
+            pause_s = poll_pause_s(begun_s)
 
     def _cancel(self, forwarded: _Forwarded) -> None:
         """End the inner request: by its iterator where Triton server has that (2025 and later), else by closing it."""

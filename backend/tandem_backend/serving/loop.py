@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from tandem_backend.engine import Engine, PreparedRequest
 
 SWEEP_INTERVAL_S = 5.0
-# Between two looks at who has cancelled. One costs 0.1 ms a request, so many requests are looked at less often: it must
-# not take more than a twentieth of the sender's time.
+# Between two looks at who has cancelled, at least. One costs 0.1 ms a request.
 POLL_INTERVAL_S = 0.02
 POLL_SHARE = 20
 REPORT_INTERVAL_S = 1.0
@@ -212,8 +211,7 @@ class EngineLoop:
                     log.exception("a delivery failed")
             if (begun := time.monotonic()) >= next_poll:
                 self._poll_cancelled()
-                now = time.monotonic()
-                next_poll = now + max(POLL_INTERVAL_S, POLL_SHARE * (now - begun))
+                next_poll = time.monotonic() + poll_pause_s(begun)
         self._fail_all(UnavailableError("the model is being unloaded"))
 
     def _fail_all(self, error: TandemError) -> None:
@@ -259,6 +257,14 @@ class EngineLoop:
     def _snapshot(self) -> dict[str, Responder]:
         with self._lock:
             return dict(self._live)
+
+
+def poll_pause_s(begun_s: float) -> float:
+    """Until the next look at who has cancelled, after one that began at `begun_s` by time.monotonic().
+
+    Many requests are looked at less often: it must not take more than a twentieth of a thread's time.
+    """
+    return max(POLL_INTERVAL_S, POLL_SHARE * (time.monotonic() - begun_s))
 
 
 def _internal(error: Exception) -> InternalError:
