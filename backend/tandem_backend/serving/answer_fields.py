@@ -137,7 +137,7 @@ def _from_guide(kind: Any, guide: Any) -> Grammar | None:
         return None
     if kind == "json":
         return _of_kind("guided_decoding_guide_type", "json", {"type": "object"})
-    if kind not in GUIDE_TYPES:
+    if not isinstance(kind, str) or kind not in GUIDE_TYPES:
         allowed = ", ".join(["json", *GUIDE_TYPES])
         raise InvalidRequestError(f"guided_decoding_guide_type: must be one of {allowed}, got {kind!r}")
     if guide is None:
