@@ -2,6 +2,7 @@
 """Random walks of everything a server may do to an engine that is short of memory, with all unused memory NaN."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -28,6 +29,9 @@ PARAMS = st.builds(
     drafter=st.sampled_from([None, "none", "half", "oracle", "half+lookup+mtp+draft_model", "mtp", "draft_model"]),
     num_draft_tokens=st.sampled_from([None, None, 3]),
 )
+PRIORITIES = st.sampled_from([5, 5, 1, 9])
+TIMEOUTS = st.sampled_from([None, None, 3_600_000])
+CUT_SHORT = (FinishReason.CANCELLED, FinishReason.TIMEOUT)
 MAX_ACTIVE, MAX_QUEUED = 3, 3
 NUM_BLOCKS = 6
 MAX_CONTEXT = 192
@@ -82,9 +86,12 @@ class Walk(RuleBasedStateMachine):
                 self.requests.append(request)
         self.engine.scheduler.check_integrity()
 
-    @rule(prompt=PROMPTS, params=PARAMS)
-    def add_single(self, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        self.add(Request(request_id=next(self.ids), prompt=Prompt(token_ids=prompt), params=params))
+    @rule(prompt=PROMPTS, params=PARAMS, priority=PRIORITIES, timeout_ms=TIMEOUTS)
+    def add_single(
+        self, prompt: tuple[int, ...], params: SamplingParams, priority: int, timeout_ms: int | None
+    ) -> None:
+        request_id, urgency = next(self.ids), {"priority": priority, "timeout_ms": timeout_ms}
+        self.add(Request(request_id=request_id, prompt=Prompt(token_ids=prompt), params=params, **urgency))
 
     @rule(
         prompt=PROMPTS,
@@ -92,9 +99,18 @@ class Walk(RuleBasedStateMachine):
         sequence_id=st.sampled_from(SEQUENCE_IDS),
         starts=st.sampled_from([True, False, False]),
         ends=st.sampled_from([True, False, False, False]),
+        priority=PRIORITIES,
+        timeout_ms=TIMEOUTS,
     )
     def add_turn(
-        self, prompt: tuple[int, ...], params: SamplingParams, sequence_id: int | str, starts: bool, ends: bool
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        sequence_id: int | str,
+        starts: bool,
+        ends: bool,
+        priority: int,
+        timeout_ms: int | None,
     ) -> None:
         request = Request(
             request_id=next(self.ids),
@@ -103,6 +119,8 @@ class Walk(RuleBasedStateMachine):
             sequence_id=sequence_id,
             sequence_start=starts or sequence_id not in self.engine.scheduler.sessions,
             sequence_end=ends,
+            priority=priority,
+            timeout_ms=timeout_ms,
         )
         self.add(request)
 
@@ -116,6 +134,14 @@ class Walk(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self.engine.cancel(data.draw(st.sampled_from(self.requests[-6:])).request_id)
+        self.engine.scheduler.check_integrity()
+
+    @rule()
+    def let_time_pass(self) -> None:
+        """As if a day had gone by: who has a deadline and who waits must go."""
+        self.engine.endings.end_overdue(time.monotonic() + 90_000)
+        assert all(g.request.timeout_ms is None for g in self.engine.scheduler.running)
+        assert not self.engine.scheduler.waiting
         self.engine.scheduler.check_integrity()
 
     @rule(sequence_id=st.sampled_from([*SEQUENCE_IDS, "unknown"]))
@@ -157,7 +183,7 @@ class Walk(RuleBasedStateMachine):
             if request.sequence_start and request.sequence_id is not None:
                 kept[request.sequence_id] = ()
             if result.stats is None:
-                assert result.error is not None or result.finish_reason == FinishReason.CANCELLED
+                assert result.error is not None or result.finish_reason in CUT_SHORT
                 assert not result.token_ids
                 continue
             tokens = (*kept.get(request.sequence_id or "", ()), *request.prompt.token_ids)
@@ -170,7 +196,7 @@ class Walk(RuleBasedStateMachine):
         assert result.stats is not None
         assert result.stats.num_prompt_tokens == len(tokens)
         reference = self.plain.run(tokens, request.params)
-        if result.finish_reason == FinishReason.CANCELLED:
+        if result.finish_reason in CUT_SHORT:
             reference = beginning(reference, len(result.token_ids))
         else:
             assert result.finish_reason == reference.finish_reason

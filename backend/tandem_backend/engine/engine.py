@@ -16,18 +16,19 @@ from tandem_backend.engine.cache.prefix_cache import PrefixCache
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.build import plan_drafters
 from tandem_backend.engine.drafting import Drafting
+from tandem_backend.engine.endings import Endings
 from tandem_backend.engine.health import Health
 from tandem_backend.engine.limits import Limits
 from tandem_backend.engine.memory import MemoryPlan
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.prompts import PromptEncoder
-from tandem_backend.engine.queue import RequestQueue, Waiting
+from tandem_backend.engine.queue import RequestQueue
 from tandem_backend.engine.round import RecordLogits, RoundRunner
 from tandem_backend.engine.router import Router, load_verify_curve
 from tandem_backend.engine.sampling.request import fresh_seed
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.self_test import NUM_SLOTS, self_test_at_load
-from tandem_backend.engine.sequence import Generation, PreparedRequest, Sequence, Session
+from tandem_backend.engine.sequence import PreparedRequest, Sequence
 from tandem_backend.engine.start import Starter
 from tandem_backend.engine.statistics import counters, statistics
 from tandem_backend.engine.suffix_store import StoredTexts
@@ -36,7 +37,6 @@ from tandem_backend.errors import (
     ConfigError,
     InternalError,
     TandemError,
-    UnavailableError,
 )
 from tandem_backend.model.checkpoint import Weights
 from tandem_backend.model.decoder import Decoder
@@ -113,7 +113,7 @@ class Engine:
         self.limits = Limits(self.model.config, self.scheduler)
         self._starter = Starter(self.prompts, self.tokenizer, self.limits, self.scheduler, self.rounds)
         self.health = Health(config.max_failed_rounds)
-        self._outputs: list[StepOutput] = []
+        self.endings = Endings(self.scheduler, self.stored_texts)
         self.self_test = self_test_at_load(self.model, state, self.passes, config.self_test_rows)
 
     def prepare(self, request: Request) -> PreparedRequest:
@@ -152,24 +152,18 @@ class Engine:
         item = self.scheduler.waiting.find(request_id)
         if item is not None:
             self.scheduler.waiting.remove(item)
-            self._end_unstarted(item, FinishReason.CANCELLED)
+            self.endings.end_unstarted(item, FinishReason.CANCELLED)
             return
         for generation in self.scheduler.running:
             if generation.request.request_id == request_id:
-                self._finish(generation, FinishReason.CANCELLED)
+                self.endings.finish(generation, FinishReason.CANCELLED)
                 return
 
     def close_sequence(self, sequence_id: SequenceId, why: SessionEnd = SessionEnd.ENDED) -> None:
         """Cancel a sequence's requests and drop its state. An unknown id is ignored."""
         session = self.scheduler.sessions.get(sequence_id)
-        if session is None:
-            return
-        for item in self.scheduler.waiting.take_turns(session):
-            request_id = item.prepared.request.request_id
-            self._outputs.append(StepOutput(request_id=request_id, finish_reason=FinishReason.CANCELLED))
-        if session.running is not None:
-            self._finish(session.running, FinishReason.CANCELLED)
-        self.scheduler.drop_session(session, why)
+        if session is not None:
+            self.endings.close(session, why)
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
         """Drop a sequence's state once its requests are done. An unknown id is ignored."""
@@ -179,7 +173,7 @@ class Engine:
             self.scheduler.drop_if_over(session)
 
     def has_work(self) -> bool:
-        return bool(self._outputs or self.scheduler.waiting or self.scheduler.running)
+        return bool(self.endings or self.scheduler.waiting or self.scheduler.running)
 
     def sweep(self) -> int:
         """Drop sessions idle for longer than session_idle_s; returns how many."""
@@ -204,7 +198,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """One round. An exception in it ends the round's requests with an error and leaves the others alone."""
-        self._end_overdue()
+        self.endings.end_overdue(time.monotonic())
         self._start_waiting()
         scheduled = self.scheduler.schedule()
         if scheduled:
@@ -214,93 +208,30 @@ class Engine:
                 logger.exception("a round failed")
                 self.health.failed()
                 for rows in scheduled:
-                    self._fail(rows.generation, InternalError(f"the round failed: {error}"))
+                    self.endings.fail(rows.generation, InternalError(f"the round failed: {error}"))
             else:
                 self.health.went_well()
                 for rows, step in zip(scheduled, steps, strict=True):
-                    self._publish(rows.generation, step.output)
-        outputs, self._outputs = self._outputs, []
-        return outputs
+                    if step.output is not None:
+                        self.endings.publish(rows.generation, step.output)
+        return self.endings.take()
 
     def _start_waiting(self) -> None:
         for item in self.scheduler.startable():
             try:
                 self._starter.start(item)
             except TandemError as error:
-                self._end_unstarted(item, error=error)
+                self.endings.end_unstarted(item, error=error)
             except Exception as error:
                 logger.exception("a request could not be started")
-                self._end_unstarted(item, error=InternalError(f"the request could not be started: {error}"))
-
-    def _end_overdue(self) -> None:
-        """End what has waited or run for too long."""
-        now_s = time.monotonic()
-        for item in self.scheduler.waiting.take_overdue(now_s):
-            if item.prepared.deadline_s <= now_s:
-                self._end_unstarted(item, FinishReason.TIMEOUT)
-            else:
-                waited_s = self.config.queue_timeout_s
-                hint = self.scheduler.waiting.retry_after_s(len(self.scheduler.running))
-                self._end_unstarted(
-                    item, error=UnavailableError(f"queue_timeout_s: waited for {waited_s:g} s", retry_after_s=hint)
-                )
-        for generation in [g for g in self.scheduler.running if g.prepared.deadline_s <= now_s]:
-            self._finish(generation, FinishReason.TIMEOUT, text=generation.flush())
-
-    def _publish(self, generation: Generation, output: StepOutput | None) -> None:
-        if output is None:
-            return
-        if output.is_last:
-            self._give_last(generation, output)
-        else:
-            self._outputs.append(output)
-
-    def _finish(self, generation: Generation, reason: FinishReason, text: str = "") -> None:
-        request_id = generation.request.request_id
-        self._give_last(generation, StepOutput(request_id=request_id, text=text, finish_reason=reason))
-
-    def _give_last(self, generation: Generation, output: StepOutput) -> None:
-        """Give a request's last output and hand its state to its session, if it has one."""
-        if output.error is None:
-            token_ids, stats = generation.sequence.token_ids, generation.stats
-            self.stored_texts.add(token_ids, stats.num_cached_tokens, generation.num_output)
-        self.scheduler.finish(generation)
-        self._outputs.append(replace(output, stats=generation.stats))
-
-    def _end_unstarted(
-        self, item: Waiting, reason: FinishReason | None = None, error: TandemError | None = None
-    ) -> None:
-        """Give the last output of a request that never ran; an END still ends its session."""
-        request, session = item.prepared.request, item.session
-        self._outputs.append(StepOutput(request_id=request.request_id, finish_reason=reason, error=error))
-        if session is None or self.scheduler.drop_if_over(session):
-            return
-        if request.sequence_start:
-            self._lose_session(session, UnavailableError(_lost(session, "its first turn never ran")))
+                failure = InternalError(f"the request could not be started: {error}")
+                self.endings.end_unstarted(item, error=failure)
 
     def _leave(self, sequence: Sequence) -> None:
         """A sequence is going: what it computed may serve others."""
         if sequence.is_sound:
             self.rounds.anchors.keep_end(sequence)
         self.rounds.drafting.end(sequence.slot)
-
-    def _fail(self, generation: Generation, error: TandemError) -> None:
-        """End a request whose state can't be trusted any more: its session goes too."""
-        session = generation.session
-        generation.sequence.is_sound = False
-        self._give_last(generation, StepOutput(request_id=generation.request.request_id, error=error))
-        if session is not None:
-            self._lose_session(session, InternalError(_lost(session, str(error))))
-
-    def _lose_session(self, session: Session, error: TandemError) -> None:
-        """Drop a session that has nothing its next turns could continue; those that wait end with `error`."""
-        for item in self.scheduler.waiting.take_turns(session):
-            self._outputs.append(StepOutput(request_id=item.prepared.request.request_id, error=error))
-        self.scheduler.drop_session(session, SessionEnd.FAILED)
-
-
-def _lost(session: Session, why: str) -> str:
-    return f"sequence {session.sequence_id!r} is lost: {why}; send sequence_start with the whole conversation"
 
 
 def _find_device(name: str) -> torch.device:

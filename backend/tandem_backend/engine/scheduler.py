@@ -224,6 +224,7 @@ class Scheduler:
     def discard(self, sequence: Sequence, session: Session | None) -> None:
         """Free a sequence that could not be started; with it goes what its session had kept."""
         sequence.is_sound = False
+        sequence.is_sound = False
         if session is not None and session.sequence is sequence:
             self.drop_session(session, SessionEnd.FAILED)
         else:
