@@ -3,6 +3,7 @@
 
 import re
 
+_RETRY_AFTER = re.compile(r"; retry after (\d+) s$")
 # A message of the backend is "[CODE] text"; Triton server's own messages have no code.
 _CODED_MESSAGE = re.compile(r"\[([A-Z][A-Z_]*)\] ?(.*)", re.DOTALL)
 
@@ -21,6 +22,12 @@ class ServerError(TandemClientError):
         super().__init__(f"[{code}] {message}")
         self.code = code
         self.message = message
+
+    @property
+    def retry_after_s(self) -> int | None:
+        """Seconds after which the request may be sent again, where the server says so: its queue was full, say."""
+        match = _RETRY_AFTER.search(self.message)
+        return int(match[1]) if match else None
 
     @classmethod
     def parse(cls, text: str, default_code: str = "UNKNOWN") -> "ServerError":

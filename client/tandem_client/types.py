@@ -74,7 +74,7 @@ class Chunk:
         None  # (token id, logprob), likeliest first, a token
     )
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the first chunk; None for tokens without one
-    finish_reason: str | None = None  # "stop", "length" or "cancelled"
+    finish_reason: str | None = None  # "stop", "length", "cancelled" or "timeout"
     usage: Usage | None = None
 
 

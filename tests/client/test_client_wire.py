@@ -69,6 +69,12 @@ def test_a_message_without_code_is_unknown() -> None:
     assert str(ServerError.parse("no model")) == "[UNKNOWN] no model"
 
 
+def test_a_full_queue_says_when_to_retry() -> None:
+    full = ServerError.parse("[UNAVAILABLE] the queue is full (2 waiting, 2 running); retry after 12 s")
+    assert (full.code, full.retry_after_s) == ("UNAVAILABLE", 12)
+    assert ServerError.parse("[UNAVAILABLE] the model is being unloaded").retry_after_s is None
+
+
 def test_statuses_become_exceptions() -> None:
     lost = translate_status("UNAVAILABLE", "Socket closed", "host:1")
     assert isinstance(lost, ConnectionFailedError)
