@@ -55,6 +55,15 @@ class EngineConfig(BaseModel):
         ge=0,
         description="tokens between anchors within prompts and answers; 0: only where prompts and answers end",
     )
+    response_cache_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="memory of whole answers to greedy and seeded requests outside of sequences; 0: off",
+    )
+    response_cache_ttl_s: float = Field(default=600.0, gt=0, le=1e9, description="an answer is given again for so long")
+    admin_token: str | None = Field(
+        default=None, min_length=8, repr=False, description="what admin requests must bring; null: they are refused"
+    )
     max_prefill_rows: int = Field(default=256, ge=1, le=8192, description="prompt rows in one round")
     joint_prefill_rows: int = Field(default=64, ge=1, le=8192, description="the same while other requests are decoding")
     default_max_tokens: int = Field(default=256, ge=1, description="max_tokens of a request that names none")

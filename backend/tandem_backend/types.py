@@ -181,7 +181,8 @@ class RequestStats:
     """What a request cost; times are `time.time_ns()`."""
 
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0  # prompt tokens whose state was kept from earlier turns
+    num_cached_tokens: int = 0  # prompt tokens whose state was kept from before
+    is_cached_response: bool = False  # the answer was kept whole: nothing was computed
     num_output_tokens: int = 0
     num_rounds: int = 0  # that took its prompt rows or gave it tokens
     num_decode_rounds: int = 0  # of these, the ones after its prompt's

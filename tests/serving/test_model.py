@@ -114,6 +114,31 @@ def test_a_bad_request_gets_an_error_and_final(model: TritonPythonModel, values:
     assert response.error().code() == "INVALID_ARG"
 
 
+def admin(**values: Any) -> InferenceRequest:
+    return InferenceRequest.of(text_input="", parameters=json.dumps({"admin": "clear_caches", **values}))
+
+
+def test_an_admin_clears_the_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "Engine", Engine)
+    model = TritonPythonModel()
+    model.initialize(arguments(tmp_path, parameters={"admin_token": {"string_value": "swordfish"}}))
+    right, wrong, none = admin(admin_token="swordfish"), admin(admin_token="swordfisj"), admin()
+    model.execute([right, wrong, none])
+    (response,) = right.sender.wait()
+    assert json.loads(response.value("text_output")[0]) == {"prefix": 3, "response": 1}
+    for request in (wrong, none):
+        (response,) = request.sender.wait()
+        assert response.error().message() == "[INVALID_ARG] admin_token: is not this model's"
+    model.finalize()
+
+
+def test_without_a_token_of_its_own_a_model_takes_no_admin_requests(model: TritonPythonModel) -> None:
+    request = admin(admin_token="")
+    model.execute([request])
+    (response,) = request.sender.wait()
+    assert response.error().message().startswith("[INVALID_ARG] admin: this model takes no admin requests")
+
+
 def test_a_bug_in_front_of_the_engine_is_an_internal_error(
     model: TritonPythonModel, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:

@@ -320,3 +320,24 @@ def test_any_json_gives_parameters_or_a_clear_error(sampling: dict[str, Any]) ->
     except InvalidRequestError as error:
         message = str(error)
     assert not message or re.match(r"\w+", message)[0] in {*sampling, "sampling_parameters"}
+
+
+def test_a_cache_salt_separates_tenants() -> None:
+    plain, salted = parse(text_input="x"), parse(text_input="x", parameters='{"cache_salt": "tenant 1"}')
+    assert plain.request is not None
+    assert salted.request is not None
+    assert (plain.request.cache_salt, salted.request.cache_salt) == ("", "tenant 1")
+    assert salted.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"cache_salt": 5}, "cache_salt: .* string, got 5"),
+        ({"cache_salt": "x" * 257}, "cache_salt: .* at most 256 characters"),
+        ({"admin": "drop_all"}, "admin: .* 'drop_all'"),
+    ],
+)
+def test_wrong_own_fields_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        parse(text_input="x", sampling_parameters=json.dumps(values))

@@ -72,9 +72,9 @@ class GpuBench:
         step_bytes = self.decoder.num_weight_bytes()
         floor_ms = 1e3 * step_bytes / copy_bytes_s
         self.say(f"copy {copy_bytes_s / 1e9:.0f} GB/s, weights {step_bytes / 1e9:.2f} GB, floor {floor_ms:.3f} ms")
-        ours = self._steps(self.engine.passes, STEP_CONTEXT)
+        ours = self._steps(self.engine.rounds.passes, STEP_CONTEXT)
         prefill = {n: self._prefill(n) for n in PREFILLS}
-        contexts = {n: self._steps(self.engine.passes, n, (1, 8, 16)) for n in CONTEXTS if n != STEP_CONTEXT}
+        contexts = {n: self._steps(self.engine.rounds.passes, n, (1, 8, 16)) for n in CONTEXTS if n != STEP_CONTEXT}
         attention = {n: self._attention(n) for n in CONTEXTS}
         round_ms = self._round_ms()
         library = self._library_steps()

@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tandem_backend.engine.cache.responses import ResponseCache
 from tandem_backend.engine.queue import Waiting
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.sequence import Generation, Session
@@ -18,6 +19,7 @@ class Endings:
 
     scheduler: Scheduler
     stored_texts: StoredTexts
+    responses: ResponseCache
     _outputs: list[StepOutput] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -25,7 +27,12 @@ class Endings:
 
     def take(self) -> list[StepOutput]:
         outputs, self._outputs = self._outputs, []
+        self.responses.watch(outputs)
         return outputs
+
+    def give(self, known: StepOutput) -> None:
+        """A whole answer that was there before the request."""
+        self._outputs.append(known)
 
     def publish(self, generation: Generation, output: StepOutput) -> None:
         """A round's output; the last one hands the request's state to its session, if it has one."""

@@ -12,26 +12,22 @@ import torch
 
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine.answer_form import AnswerForms
-from tandem_backend.engine.cache.prefix_cache import PrefixCache
+from tandem_backend.engine.assembly import assemble
+from tandem_backend.engine.cache.responses import ResponseCache, response_key
 from tandem_backend.engine.drafters.base import Drafter
-from tandem_backend.engine.drafters.build import plan_drafters
-from tandem_backend.engine.drafting import Drafting
 from tandem_backend.engine.endings import Endings
 from tandem_backend.engine.health import Health
 from tandem_backend.engine.limits import Limits
-from tandem_backend.engine.memory import MemoryPlan
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.queue import RequestQueue
-from tandem_backend.engine.round import RecordLogits, RoundRunner
-from tandem_backend.engine.router import Router, load_verify_curve
+from tandem_backend.engine.round import RecordLogits
 from tandem_backend.engine.sampling.request import fresh_seed
 from tandem_backend.engine.scheduler import Scheduler
-from tandem_backend.engine.self_test import NUM_SLOTS, self_test_at_load
-from tandem_backend.engine.sequence import PreparedRequest, Sequence
+from tandem_backend.engine.self_test import self_test_at_load
+from tandem_backend.engine.sequence import PreparedRequest
 from tandem_backend.engine.start import Starter
 from tandem_backend.engine.statistics import counters, statistics
-from tandem_backend.engine.suffix_store import StoredTexts
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import (
     ConfigError,
@@ -40,8 +36,6 @@ from tandem_backend.errors import (
 )
 from tandem_backend.model.checkpoint import Weights
 from tandem_backend.model.decoder import Decoder
-from tandem_backend.model.graphs import GraphLimits, make_passes
-from tandem_backend.model.state import allocate_state
 from tandem_backend.types import EngineCounters, FinishReason, Request, SequenceId, SessionEnd, StepOutput
 
 logger = logging.getLogger(__name__)
@@ -75,62 +69,43 @@ class Engine:
             raise ConfigError(f"max_context_len: at most {longest} (the checkpoint's), got {self.max_context_len}")
         self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size, self.max_context_len)
         self._forms = AnswerForms(self.tokenizer, self.model.config)
-        plan = plan_drafters(config, self.model, self.tokenizer)
-        num_slots = max(config.max_active + config.max_sessions, NUM_SLOTS)
-        self.sizes = plan.memory_sizes(self.model)
-        num_blocks = self.sizes.num_pool_blocks(config, num_slots, self.max_context_len)
-        self.memory = MemoryPlan.of(
-            self.model, self.sizes.block_bytes, num_blocks, num_slots, config.prefix_cache_bytes
-        )
-        self.memory.check(self.model)
-        self.stored_texts = StoredTexts.open(config, self.tokenizer, self.model.config.vocab_size)
-        drafters = {**plan.build(num_blocks, num_slots, self.stored_texts.stores), **(extra_drafters or {})}
-        router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
-        drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
-        state = allocate_state(self.model.config, num_blocks, num_slots, device=self.model.device)
-        cache = PrefixCache(
-            state,
-            IndexPool(num_blocks),
-            drafter_kv=drafting.kv_layers(),
-            block_bytes=self.sizes.block_bytes,
-            max_bytes=config.prefix_cache_bytes,
-            grid=config.anchor_grid,
-        )
-        limits = GraphLimits(config.max_graph_rows, self.max_context_len, config.graph_capture_s)
-        self.passes = make_passes(self.model, state, limits)
-        self._graph_bytes = self.passes.num_bytes()
-        self.rounds = RoundRunner(self.passes, state, drafting, cache, record_logits)
+        parts = assemble(config, self.model, self.tokenizer, self.max_context_len, extra_drafters, record_logits)
+        self.sizes, self.memory, self.stored_texts = parts.sizes, parts.memory, parts.stored_texts
+        self.rounds = parts.rounds
         self.scheduler = Scheduler(
             config,
             self.max_context_len,
             self.sizes,
-            cache,
-            IndexPool(num_slots),
-            on_free=self._leave,
+            self.rounds.cache,
+            IndexPool(parts.num_slots),
+            on_free=self.rounds.leave,
             on_session_end=self._count_session_end,
             waiting=RequestQueue(config),
         )
         self.limits = Limits(self.model.config, self.scheduler)
         self._starter = Starter(self.prompts, self.tokenizer, self.limits, self.scheduler, self.rounds)
+        self.responses = ResponseCache(config.response_cache_bytes, config.response_cache_ttl_s)
         self.health = Health(config.max_failed_rounds)
-        self.endings = Endings(self.scheduler, self.stored_texts)
-        self.self_test = self_test_at_load(self.model, state, self.passes, config.self_test_rows)
+        self.endings = Endings(self.scheduler, self.stored_texts, self.responses)
+        self.self_test = self_test_at_load(self.model, self.rounds.state, self.rounds.passes, config.self_test_rows)
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
-        prompt_ids = self.prompts.encode(request.prompt)
+        prompt_ids = tuple(self.prompts.encode(request.prompt))
+        key = response_key(request, prompt_ids)
         if request.params.temperature > 0 and request.params.seed is None:
             request = replace(request, params=replace(request.params, seed=fresh_seed()))
         drafting, form = self.rounds.drafting, self._forms.form(request, prompt_ids)
         prepared = PreparedRequest(
             request,
-            tuple(prompt_ids),
+            prompt_ids,
             time.time_ns(),
             time.monotonic(),
             resumes_kv=drafting.resumes_kv(drafting.names(request.params.drafter)),
             bad_words=self.prompts.encode_bad_words(request.params.bad_words),
             constraint=self._forms.constraint(request, form),
             form=form,
+            response_key=key,
         )
         self.limits.check(request, len(prompt_ids))
         return prepared
@@ -142,10 +117,15 @@ class Engine:
     def add(self, prepared: PreparedRequest) -> None:
         """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
         request = prepared.request
+        known = self.responses.answer(prepared.response_key, request.request_id, prepared.arrival_time_ns)
+        if known is not None:
+            self.endings.give(known)
+            return
         self.scheduler.check_room(request)
         if request.sequence_start and request.sequence_id is not None:
             self.close_sequence(request.sequence_id, SessionEnd.RESET)
         self.scheduler.enqueue(prepared)
+        self.responses.expect(request.request_id, prepared.response_key)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step gives its last output. An unknown id is ignored."""
@@ -181,17 +161,16 @@ class Engine:
 
     def statistics(self) -> dict[str, float]:
         """What there is now, by name; serving reports every key as a metric."""
-        device = {
-            "weight_bytes": self.memory.weights,
-            "state_bytes": self.memory.states,
-            "graph_bytes": self._graph_bytes,
-            **self.stored_texts.statistics(),
-        }
-        return device | statistics(self.scheduler, self.sizes, self.self_test)
+        own = {**self.memory.statistics(), **self.stored_texts.statistics()}
+        return statistics(self.scheduler, self.sizes, self.self_test, self.responses) | own
 
     def counters(self) -> EngineCounters:
         """What was done since the load; a copy."""
-        return counters(self.rounds.counters, self.scheduler, self._starter.counters)
+        return counters(self.rounds.counters, self.scheduler, self._starter.counters, self.responses)
+
+    def clear_caches(self) -> dict[str, int]:
+        """Forget cached prefixes and responses; returns how many there were, by cache. Sessions keep their state."""
+        return {"prefix": self.scheduler.cache.clear(), "response": self.responses.clear()}
 
     def _count_session_end(self, why: SessionEnd) -> None:
         self.rounds.counters.ended_sessions[why] += 1
@@ -226,12 +205,6 @@ class Engine:
                 logger.exception("a request could not be started")
                 failure = InternalError(f"the request could not be started: {error}")
                 self.endings.end_unstarted(item, error=failure)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """A sequence is going: what it computed may serve others."""
-        if sequence.is_sound:
-            self.rounds.anchors.keep_end(sequence)
-        self.rounds.drafting.end(sequence.slot)
 
 
 def _find_device(name: str) -> torch.device:

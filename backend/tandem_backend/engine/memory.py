@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import tandem_kernels as kernels
 
+from tandem_backend.config import EngineConfig
+from tandem_backend.engine.sizes import MemorySizes
 from tandem_backend.errors import ConfigError
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import slot_bytes
@@ -14,20 +16,24 @@ RESERVED_BYTES = 2 << 30  # for captured passes and what launched ones need whil
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by use. Captured passes come on top, measured once they exist."""
+    """Bytes by use. What captured passes take is measured once they exist."""
 
     weights: int
     kv: int  # blocks of the target's and the drafters' KV
     states: int  # recurrent slots
     anchors: int  # copies of recurrent slots in the prefix cache, at most
+    graphs: int = 0  # captured passes
 
     @classmethod
     def of(
-        cls, model: Decoder, bytes_a_block: int, num_blocks: int, num_slots: int, prefix_cache_bytes: int
+        cls, model: Decoder, sizes: MemorySizes, config: EngineConfig, num_blocks: int, num_slots: int
     ) -> "MemoryPlan":
         each = slot_bytes(model.config, model.device)
-        anchors = prefix_cache_bytes if each else 0
-        return cls(model.num_weight_bytes(), num_blocks * bytes_a_block, num_slots * each, anchors)
+        anchors = config.prefix_cache_bytes if each else 0
+        return cls(model.num_weight_bytes(), num_blocks * sizes.block_bytes, num_slots * each, anchors)
+
+    def statistics(self) -> dict[str, float]:
+        return {"weight_bytes": self.weights, "state_bytes": self.states, "graph_bytes": self.graphs}
 
     def check(self, model: Decoder) -> None:
         """Raises ConfigError where KV and states don't fit beside the weights, which are loaded already."""

@@ -15,6 +15,7 @@ from tandem_backend.engine.drafters.base import CommittedRows
 from tandem_backend.engine.drafting import Drafting
 from tandem_backend.engine.proposal_tree import FORCED
 from tandem_backend.engine.scheduler import ScheduledRows
+from tandem_backend.engine.sequence import Sequence as EngineSequence
 from tandem_backend.engine.times import PARTS, RoundTimes, Stopwatch
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
@@ -75,6 +76,12 @@ class RoundRunner:
         self.times.add(spent)
         self._count(drafted.trees, steps, spent)
         return steps
+
+    def leave(self, sequence: EngineSequence) -> None:
+        """A sequence is going: what it computed may serve others."""
+        if sequence.is_sound:
+            self.anchors.keep_end(sequence)
+        self.drafting.end(sequence.slot)
 
     def _count(self, trees: Sequence[DraftTree | None], steps: Sequence[Step], spent: RoundTimes) -> None:
         counters = self.counters

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem_backend.engine.answer_form import AnswerForm
+from tandem_backend.engine.cache.responses import ResponseKey
 from tandem_backend.engine.sampling import Constraint, RequestSampling
 from tandem_backend.engine.sampling.rejection import DraftSampler
 from tandem_backend.engine.text_output import TextOutput
@@ -39,6 +40,7 @@ class PreparedRequest:
     prompt_ids: tuple[int, ...]  # of the prompt by itself
     arrival_time_ns: int
     arrival_s: float  # time.monotonic() at the same moment
+    response_key: ResponseKey | None = None  # under which its answer may be kept and found
     resumes_kv: bool = False  # drafts with a drafter that goes on only where its own KV is kept too
     bad_words: tuple[tuple[int, ...], ...] = ()  # their token ids
     constraint: Constraint | None = None  # before the first output token; each generation forks it

@@ -4,13 +4,16 @@
 from copy import deepcopy
 from dataclasses import replace
 
+from tandem_backend.engine.cache.responses import ResponseCache
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.self_test import SelfTestResult
 from tandem_backend.engine.sizes import MemorySizes
 from tandem_backend.types import CacheCounters, EngineCounters, SessionEnd
 
 
-def statistics(scheduler: Scheduler, sizes: MemorySizes, self_test: SelfTestResult | None) -> dict[str, float]:
+def statistics(
+    scheduler: Scheduler, sizes: MemorySizes, self_test: SelfTestResult | None, responses: ResponseCache
+) -> dict[str, float]:
     """Values of this moment by name; serving reports every key as a metric."""
     s = scheduler
     kept = [session.sequence for session in s.sessions.values() if session.sequence is not None]
@@ -28,6 +31,7 @@ def statistics(scheduler: Scheduler, sizes: MemorySizes, self_test: SelfTestResu
         "num_free_slots": s.slots.num_free,
         "num_anchors": s.cache.num_anchors,
         "prefix_cache_bytes": s.cache.num_bytes,
+        "response_cache_bytes": responses.num_bytes,
         "session_cache_bytes": sum(sizes.sequence_bytes(sequence.num_computed) for sequence in kept),
         "self_test_passed": int(self_test is not None),  # 0: skipped; an engine that fails it does not load
         "self_test_seconds": self_test.seconds if self_test is not None else 0.0,
@@ -35,8 +39,14 @@ def statistics(scheduler: Scheduler, sizes: MemorySizes, self_test: SelfTestResu
     }
 
 
-def counters(done: EngineCounters, scheduler: Scheduler, sessions: CacheCounters) -> EngineCounters:
+def counters(
+    done: EngineCounters, scheduler: Scheduler, sessions: CacheCounters, responses: ResponseCache
+) -> EngineCounters:
     """A copy of `done` with the caches' counters."""
     num_evicted = done.ended_sessions[SessionEnd.MEMORY] + done.ended_sessions[SessionEnd.IDLE]
-    caches = {"prefix": replace(scheduler.cache.counters), "session": replace(sessions, num_evictions=num_evicted)}
+    caches = {
+        "prefix": replace(scheduler.cache.counters),
+        "session": replace(sessions, num_evictions=num_evicted),
+        "response": replace(responses.counters),
+    }
     return replace(deepcopy(done), caches=caches)

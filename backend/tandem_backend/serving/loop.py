@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two threads between Triton and the engine: one runs rounds and never sends, one sends and never computes."""
 
+import json
 import logging
 import math
 import queue
@@ -80,6 +81,11 @@ class EngineLoop:
         """Cancel the sequence's requests and drop its state, then answer with one empty output, "cancelled"."""
         self._register(request_id, responder)
         self._commands.put(partial(self._close, sequence_id, request_id))
+
+    def clear_caches(self, request_id: str, responder: Responder) -> None:
+        """Forget cached prefixes and answers, then answer with how many there were, as JSON by cache."""
+        self._register(request_id, responder)
+        self._commands.put(partial(self._clear, request_id))
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
         """Drop the sequence's state once its requests are done: its END came with a request that was refused."""
@@ -170,6 +176,12 @@ class EngineLoop:
         except Exception as error:
             log.exception("a request could not be added")
             self._emit([StepOutput(request_id=request_id, error=_internal(error))])
+
+    def _clear(self, request_id: str) -> None:
+        self._in_engine.add(request_id)
+        text = json.dumps(self._engine.clear_caches())
+        log.info("an admin cleared the caches: %s", text)
+        self._emit([StepOutput(request_id=request_id, text=text, finish_reason=FinishReason.STOP)])
 
     def _close(self, sequence_id: SequenceId, request_id: str) -> None:
         self._in_engine.add(request_id)  # so that it is answered even if the engine fails now

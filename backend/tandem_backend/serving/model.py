@@ -94,6 +94,10 @@ class TritonPythonModel:
         parsed = parse_request(request, request_id)
         if parsed.ignored:
             pb_utils.Logger.log_info(f"unknown sampling parameters are ignored: {', '.join(parsed.ignored)}")
+        if parsed.admin is not None:
+            parsed.admin.check(self._engine.config.admin_token)
+            self._loop.clear_caches(request_id, Responder(sender, parsed.options))
+            return
         if parsed.request is None:
             assert parsed.sequence_id is not None
             self._loop.close_sequence(parsed.sequence_id, request_id, Responder(sender, parsed.options))

@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.serving.answer_fields import AnswerFields, ReasoningFormat, take_answer_fields
+from tandem_backend.serving.own_fields import AdminCall, OwnFields, take_own
 from tandem_backend.serving.sampling import parse_sampling, unknown_names
 from tandem_backend.serving.urgency import Urgency, take_urgency
 from tandem_backend.types import Prompt, Request, SequenceId
@@ -19,7 +20,7 @@ PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 TEMPLATE_INPUTS = ("tools", "enable_thinking", "chat_template_kwargs")
 # Tensors that are sampling parameters under the same name; a tensor wins over the parameter.
 SAMPLING_INPUTS = ("max_tokens", "stop_words", "seed", "guided_decoding_guide_type", "guided_decoding_guide")
-OTHER_FIELDS = {*Urgency.model_fields, *AnswerFields.model_fields}
+OTHER_FIELDS = {*Urgency.model_fields, *AnswerFields.model_fields, *OwnFields.model_fields}
 # The protocol's own parameters; not the model's, so never "unknown".
 ERROR_PARAMETER = "tandem_error_as_output"  # set by tandem_generate
 TRANSPORT_PARAMETERS = ("binary_data_output", "headers", ERROR_PARAMETER)
@@ -47,12 +48,16 @@ RETURN_INPUTS = tuple(item.name for item in fields(ResponseOptions) if item.name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed:
-    """A generation to run, or with `request` None a sequence to close. `ignored` are the unknown parameters."""
+    """A generation to run, or with `request` None an admin's call or a sequence to close.
+
+    `ignored` are the unknown parameters.
+    """
 
     request: Request | None
     sequence_id: SequenceId | None
     options: ResponseOptions = field(default_factory=ResponseOptions)
     ignored: tuple[str, ...] = ()
+    admin: AdminCall | None = None
 
 
 def parse_request(request: Any, request_id: str) -> Parsed:
@@ -66,8 +71,11 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         if sequence_id is None:
             raise InvalidRequestError("stop: closes a sequence, so it needs a sequence_id; none was sent")
         return Parsed(request=None, sequence_id=sequence_id)
-    prompt = _parse_prompt(inputs)
     values, ignored = _collect_sampling(inputs, _parameters(request))
+    cache_salt, admin = take_own(values)
+    if admin is not None:
+        return Parsed(request=None, sequence_id=None, admin=admin)
+    prompt = _parse_prompt(inputs)
     urgency = take_urgency(values, request.timeout())
     form = take_answer_fields(values)
     params, prompt = form.apply(parse_sampling(values), prompt)
@@ -81,6 +89,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         sequence_end=bool(flags & FLAG_SEQUENCE_END),
         priority=urgency.priority,
         timeout_ms=urgency.timeout_ms,
+        cache_salt=cache_salt,
     )
     relaxed = parsed.params.relax_tau is not None
     options = _parse_options(inputs, prompt, reasoning_format=form.reasoning_format, relaxed_acceptance=relaxed)

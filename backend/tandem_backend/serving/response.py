@@ -218,6 +218,7 @@ def _perf_columns(stats: RequestStats) -> list[tuple[str, bool, Any, list[Any]]]
         ("total_draft_tokens", True, np.int32, [stats.num_draft_tokens]),
         ("acceptance_length", True, np.float32, [stats.acceptance_len]),
         ("num_rounds", True, np.int32, [stats.num_rounds]),
+        ("is_cached_response", True, np.bool_, [stats.is_cached_response]),
         ("num_cached_tokens", True, np.int32, [stats.num_cached_tokens]),
         ("drafter_statistics", True, object, [json.dumps(_by_drafter(stats))]),
         ("arrival_time_ns", True, np.int64, [stats.arrival_time_ns]),
