@@ -19,7 +19,9 @@ from tandem_backend.engine.drafters.lookup import LookupDrafter
 from tandem_backend.engine.sequence import Generation
 from tandem_backend.model.batch import RowBatch
 from tandem_backend.model.decoder import Decoder, ForwardResult
+from tandem_backend.model.state import ModelState, SlotState
 from tandem_backend.types import SamplingParams
+from tandem_backend.verification import run as gate_run
 from tandem_backend.verification.sampling import KINDS
 
 BUNDLED = Path(__file__).parents[2] / "model_repository" / "tandem" / "1" / "tandem-pydoc"
@@ -181,7 +183,9 @@ def test_one_flipped_bit_is_a_difference_though_no_token_changes(
     assert together["num_differing_tokens"] == 0
     assert together["num_differing_rows"] > 0
     assert result.stdout.count("first difference") == 1
-    assert "first difference: drafters=none parallel=2 chunk=1 cache=cold: prompt 'long', output token" in result.stdout
+    assert (
+        "first difference: drafters=none parallel=2 chunk=1 cache=cold: prompt 'short', output token" in result.stdout
+    )
     assert "1 of 151 logits differ, the first at token id 3: plain" in result.stdout
     plain, here = (line for line in result.stdout.splitlines() if line.startswith(("  plain:", "  here:")))
     assert plain.split("top logits")[0].split()[-2:] == here.split("top logits")[0].split()[-2:]
@@ -263,7 +267,7 @@ def test_rows_that_are_not_recorded_are_no_equal_rows(
         (["--drafters", ""], "--drafters"),
         (["--drafters", "oracle,clairvoyant"], "unknown drafter 'clairvoyant'; known: none, wrong, half, oracle"),
         (["--drafters", "mtp+clairvoyant"], "unknown drafter 'clairvoyant'"),
-        (["--cache", "warm"], "--cache"),
+        (["--cache", "tepid"], "--cache"),
         (["--cache", "cold,disk"], "--cache"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--json", "no/such/folder/out.json"], "--json"),
@@ -459,3 +463,34 @@ def test_a_checkpoint_without_a_tokenizer_has_no_record(checkpoint: Path, tmp_pa
     result = run("--checkpoint", checkpoint, "--record", tmp_path / "record.json")
     assert result.exit_code == 1
     assert "the checkpoint has no tokenizer" in result.stderr
+
+
+CACHES = ("--drafters", "none,lookup", "--parallel", "1,2", "--chunks", "7", "--cache", "warm,session")
+
+
+def test_what_caches_serve_is_plain_decoding(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
+    result = run_gate(checkpoint, prompts, *CACHES, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    lines = json.loads((tmp_path / "out.json").read_text())["combinations"]
+    assert [line["cache"] for line in lines] == ["warm"] * 4 + ["session"] * 4
+    assert all(line["num_cached_tokens"] > 0 for line in lines)
+    assert lines[4]["num_prompts"] == 4 * lines[0]["num_prompts"]
+
+
+def test_a_state_restored_wrongly_is_found(checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def restore_slot(self: ModelState, slot: int, saved: SlotState) -> None:
+        """The recurrent state is left behind."""
+
+    monkeypatch.setattr(ModelState, "restore_slot", restore_slot)
+    result = run_gate(checkpoint, prompts, "--drafters", "none", "--parallel", "1", "--chunks", "7", "--cache", "warm")
+    assert result.exit_code == 1
+    assert "1 combinations, 1 different" in result.stdout
+
+
+def test_a_cache_that_never_serves_is_an_error(
+    checkpoint: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate_run, "CACHE_BYTES", 0)
+    result = run_gate(checkpoint, prompts, "--drafters", "none", "--parallel", "1", "--chunks", "7", "--cache", "warm")
+    assert result.exit_code == 1
+    assert "never resumed: drafters=none parallel=1 chunk=7 cache=warm" in result.stderr

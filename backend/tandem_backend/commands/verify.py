@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem_backend.verification.run import Results
 
 SAMPLING = ("greedy", "seeded", "penalties", "grammar", "logprobs", "stops")
-CACHES = ("cold",)
+CACHES = ("cold", "warm", "session")
 
 
 def _list_of(item: "click.ParamType[Any]") -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -73,7 +73,14 @@ _NEW_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     help="Prompt rows a pass.",
 )
 @click.option(
-    "--cache", "caches", metavar="LIST", callback=_list_of(click.Choice(CACHES)), default="cold", show_default=True
+    "--cache",
+    "caches",
+    metavar="LIST",
+    callback=_list_of(click.Choice(CACHES)),
+    default="cold",
+    show_default=True,
+    help="cold: nothing is kept; warm: prompts were asked before; session: two turns of a sequence, the conversation "
+    "sent again, and an edited one.",
 )
 @click.option(
     "--sampling",
@@ -96,7 +103,7 @@ def verify(ctx: click.Context, /, **options: Any) -> None:
     Decodes every prompt plainly, one row a pass, then under every combination of drafters, parallel requests, chunk
     sizes and caches, and compares token ids, the bits of every logits row (with --server: of the tokens'
     log-probabilities), the log-probabilities asked for, text and finish reason. Exits 1 on any difference, and where
-    drafters never drafted.
+    drafters never drafted or caches never served.
 
     --record and --against do the same over time, from build to build, with a fixed set of requests. With --server they
     are answered there, and --checkpoint is what it serves, for the fingerprint.
@@ -148,6 +155,8 @@ def _run_gate(
     elif server is not None and checkpoint is None:
         if ctx.get_parameter_source("chunks") is not ParameterSource.DEFAULT:
             raise click.BadParameter("the server's engine.json sets its chunk size", param_hint="--chunks")
+        if "session" in caches:
+            raise click.BadParameter("session needs an engine of this process", param_hint="--cache")
         plan = Plan(_server_drafters(drafters), parallel, (None,), caches)
         with TandemClient(_checked_url(server)) as client:
             _report(ctx, plan, verify_server(client, prompts, max_tokens, plan, progress), prompts, json_file, progress)
@@ -180,8 +189,11 @@ def _report(
     silent = [line for line, _ in kept if line.never_drafted]
     for line in silent:
         click.echo(f"never drafted: {line.name}", err=True)
+    unresumed = [line for line, _ in kept if line.never_resumed]
+    for line in unresumed:
+        click.echo(f"never resumed: {line.name}", err=True)
     click.echo(f"{len(kept)} combinations, {num_different} different, {len(silent)} without drafts")
-    if num_different or silent:
+    if num_different or silent or unresumed:
         ctx.exit(1)
 
 

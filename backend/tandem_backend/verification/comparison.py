@@ -25,6 +25,7 @@ class Trace:
     round_sizes: list[int] = field(default_factory=list)  # tokens that each round committed; the prompt's is the first
     prompt_ids: tuple[int, ...] = ()  # empty where the target doesn't tell
     num_draft_tokens: int = 0  # draft rows that the target verified
+    num_cached_tokens: int = 0  # prompt tokens that it did not compute again
 
     def add_round(self, token_ids: Sequence[int]) -> None:
         self.token_ids += token_ids

@@ -15,11 +15,13 @@ from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.errors import InternalError, InvalidRequestError
 from tandem_backend.model.config import load_model_config
 from tandem_backend.model.state import KV_BLOCK, block_bytes
-from tandem_backend.types import Request, StepOutput, TopLogprobs
+from tandem_backend.types import Request, SamplingParams, StepOutput, TopLogprobs
 from tandem_backend.verification.comparison import Trace, float_bits
 from tandem_backend.verification.explanation import explain_rows
 from tandem_backend.verification.gate import PLAIN, Tick
 from tandem_backend.verification.prompts import NamedPrompt
+
+ANCHOR_GRID = 64  # tokens; prompts here are short
 
 
 class RowRecorder:
@@ -116,16 +118,20 @@ class EngineTarget:
                 if output.is_last:
                     assert output.stats is not None, "a request that ran has statistics"
                     trace.num_draft_tokens = output.stats.num_draft_tokens
+                    trace.num_cached_tokens = output.stats.num_cached_tokens
                     trace.row_bits = self._recorder.digests[output.request_id]
                     trace.ending = texts[output.request_id].digest()
                     live.remove(output.request_id)
                     tick(len(requests) - len(waiting) - len(live), len(requests))
         return list(traces.values())
 
+    def _params(self, named: NamedPrompt, drafter: str, max_tokens: int) -> SamplingParams:
+        least = min(named.params.min_tokens, max_tokens)
+        return replace(named.params, max_tokens=max_tokens, min_tokens=least, drafter=drafter)
+
     def _prepare(self, index: int, drafter: str, max_tokens: int) -> PreparedRequest:
         named = self._prompts[index % len(self._prompts)]
-        least = min(named.params.min_tokens, max_tokens)
-        params = replace(named.params, max_tokens=max_tokens, min_tokens=least, drafter=drafter)
+        params = self._params(named, drafter, max_tokens)
         try:
             return self._engine.prepare(Request(request_id=str(index), prompt=named.prompt, params=params))
         except InvalidRequestError as error:
@@ -150,14 +156,20 @@ def _ending(output: StepOutput) -> bytes:
 def plain_config(checkpoint: Path) -> EngineConfig:
     """One request, one row a pass, nothing drafted: what everything else is held to."""
     return EngineConfig(
-        checkpoint=checkpoint, drafters=(), self_test_rows=0, max_active=1, max_prefill_rows=1, joint_prefill_rows=1
+        checkpoint=checkpoint,
+        drafters=(),
+        self_test_rows=0,
+        max_active=1,
+        max_prefill_rows=1,
+        joint_prefill_rows=1,
+        prefix_cache_bytes=0,
     )
 
 
 def draft_config(
-    checkpoint: Path, drafters: Sequence[str], *, chunk: int, parallel: int, num_tokens: int
+    checkpoint: Path, drafters: Sequence[str], *, chunk: int, parallel: int, num_tokens: int, prefix_cache_bytes: int
 ) -> EngineConfig:
-    """Every proposed node is verified, and `parallel` requests of up to `num_tokens` tokens fit the KV pool.
+    """Every proposed node is verified, and `parallel` requests of up to `num_tokens` tokens fit beside what is cached.
 
     The self-test at load is left out: it is a small part of what follows.
     """
@@ -169,8 +181,10 @@ def draft_config(
         row_budget=max(32, 2 * parallel),
         self_test_rows=0,
         max_active=parallel,
-        max_sessions=1,
+        max_sessions=max(parallel, 64),
+        prefix_cache_bytes=prefix_cache_bytes,
+        anchor_grid=ANCHOR_GRID,
         max_prefill_rows=chunk,
         joint_prefill_rows=chunk,
-        kv_cache_bytes=max(MIB, blocks * block_bytes(load_model_config(checkpoint))),
+        kv_cache_bytes=max(MIB, blocks * block_bytes(load_model_config(checkpoint)) + prefix_cache_bytes),
     )

@@ -2,7 +2,7 @@
 """The gate: every combination of drafters, parallel requests, chunk size and cache against plain decoding."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Protocol
@@ -10,6 +10,7 @@ from typing import Protocol
 from tandem_backend.verification.comparison import Trace, acceptance_len, compare, require_rows
 
 PLAIN = "none"  # the drafter that drafts nothing
+COLD = "cold"  # the cache that keeps nothing
 Tick = Callable[[int, int], None]  # requests done, requests in all
 
 
@@ -54,6 +55,7 @@ class Line:
     num_differing_rows: int
     acceptance_len: float
     num_draft_rows: int
+    num_cached_tokens: int
     elapsed_s: float
 
     @property
@@ -63,6 +65,10 @@ class Line:
     @property
     def never_drafted(self) -> bool:
         return self.drafters != PLAIN and self.num_draft_rows == 0
+
+    @property
+    def never_resumed(self) -> bool:
+        return self.cache != COLD and self.num_cached_tokens == 0
 
     @property
     def name(self) -> str:
@@ -80,15 +86,21 @@ class Difference:
 
 
 def verify(
-    plan: Plan, reference: Sequence[Trace], open_target: Callable[[int | None, str], Target], tick: Tick
+    plan: Plan,
+    references: Mapping[str, Sequence[Trace]],
+    open_target: Callable[[int | None, str], Target],
+    tick: Tick,
 ) -> Iterator[tuple[Line, Difference | None]]:
     """Decode under every combination of `plan`; `open_target` gives the target of a chunk size and a cache.
+
+    references: what is right, by cache.
 
     A target is opened once for all its drafters and degrees of parallelism, so that later requests meet the state
     that earlier ones left behind.
     """
-    require_rows(reference)
     for cache, chunk in product(plan.caches, plan.chunks):
+        reference = references[cache]
+        require_rows(reference)
         target = open_target(chunk, cache)
         for parallel, drafter in product(plan.parallel, plan.drafters):
             started = time.monotonic()
@@ -107,6 +119,7 @@ def verify(
                 num_differing_rows=sum(d.num_rows for d in differences),
                 acceptance_len=acceptance_len(traces),
                 num_draft_rows=sum(trace.num_draft_tokens for trace in traces),
+                num_cached_tokens=sum(trace.num_cached_tokens for trace in traces),
                 elapsed_s=time.monotonic() - started,
             )
             first = next(((i, d.first) for i, d in enumerate(differences) if d.first is not None), None)

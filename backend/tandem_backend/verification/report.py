@@ -15,13 +15,14 @@ _COLUMNS = (
     ("drafters", -14),
     ("parallel", 8),
     ("chunk", 6),
-    ("cache", -5),
+    ("cache", -7),
     ("prompts", 7),
     ("tokens", 8),
     ("differing tokens", 16),
     ("differing rows", 14),
     ("acceptance", 10),
     ("draft rows", 10),
+    ("cached", 8),
     ("seconds", 8),
 )
 
@@ -60,7 +61,12 @@ def table_header() -> str:
 def table_line(line: Line) -> str:
     chunk = "-" if line.chunk is None else str(line.chunk)
     counts = (line.num_prompts, line.num_tokens, line.num_differing_tokens, line.num_differing_rows)
-    rest = [f"{line.acceptance_len:.2f}", str(line.num_draft_rows), f"{line.elapsed_s:.1f}"]
+    rest = [
+        f"{line.acceptance_len:.2f}",
+        str(line.num_draft_rows),
+        str(line.num_cached_tokens),
+        f"{line.elapsed_s:.1f}",
+    ]
     return _row([line.drafters, str(line.parallel), chunk, line.cache, *map(str, counts), *rest])
 
 
@@ -86,7 +92,9 @@ def json_result(
     return {
         "plan": asdict(plan),
         "num_reference_prompts": len(prompts),
-        "combinations": [{**asdict(line), "never_drafted": line.never_drafted} for line in lines],
+        "combinations": [
+            {**asdict(line), "never_drafted": line.never_drafted, "never_resumed": line.never_resumed} for line in lines
+        ],
         "totals": {
             "num_combinations": len(lines),
             "num_prompts": sum(line.num_prompts for line in lines),
@@ -94,6 +102,7 @@ def json_result(
             "num_differing_tokens": sum(line.num_differing_tokens for line in lines),
             "num_differing_rows": sum(line.num_differing_rows for line in lines),
             "num_draft_rows": sum(line.num_draft_rows for line in lines),
+            "num_never_resumed": sum(line.never_resumed for line in lines),
             "num_never_drafted": sum(line.never_drafted for line in lines),
             "elapsed_s": elapsed_s,
         },

@@ -61,6 +61,7 @@ class ServerTarget:
                     trace.ending = f"{text}{chunk.finish_reason}".encode()
                 if chunk.usage is not None:
                     trace.num_draft_tokens = chunk.usage.num_draft_tokens
+                    trace.num_cached_tokens = chunk.usage.num_cached_tokens
         except TandemClientError as error:
             raise TandemError(f"prompt {named.name!r}, drafter {drafter!r}: {error}") from error
         return trace
