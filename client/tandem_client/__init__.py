@@ -10,7 +10,7 @@ from tandem_client.errors import (
     TandemClientError,
 )
 from tandem_client.sync import Generation, Session, TandemClient
-from tandem_client.types import Chunk, Completion, DrafterUsage, TokenLogprob, Usage
+from tandem_client.types import Chunk, Completion, DrafterUsage, TokenLogprob, ToolCall, ToolCallDelta, Usage
 
 __all__ = [
     "AsyncGeneration",
@@ -28,5 +28,7 @@ __all__ = [
     "TandemClient",
     "TandemClientError",
     "TokenLogprob",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
 ]

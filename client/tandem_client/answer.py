@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem_client.errors import IncompleteStreamError
-from tandem_client.types import Chunk, DrafterUsage, TokenLogprob, Usage
+from tandem_client.types import Chunk, DrafterUsage, TokenLogprob, ToolCallDelta, Usage
 from tandem_client.wire import InferResponse
 
 # The finish_reason of a response that is not the last, in the vLLM backend's convention.
@@ -56,6 +56,8 @@ class Answer:
         entries, prompt = response.json("logprobs"), response.json("prompt_logprobs")
         return Chunk(
             text=response.scalar("text_output") or "",
+            reasoning=response.scalar("reasoning_content") or "",
+            tool_calls=tuple(_tool_call(delta) for delta in response.json("tool_calls") or ()),
             token_ids=token_ids,
             logprobs=None if entries is None else tuple(entry["logprob"] for entry in entries),
             top_logprobs=_top_logprobs(entries),
@@ -88,6 +90,13 @@ def _top_logprobs(entries: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[tu
 
 def _token_logprob(entry: Mapping[str, Any]) -> TokenLogprob:
     return TokenLogprob(token_id=entry["token_id"], logprob=entry["logprob"], top=_pairs(entry["top_logprobs"]))
+
+
+def _tool_call(delta: Mapping[str, Any]) -> ToolCallDelta:
+    function = delta["function"]
+    return ToolCallDelta(
+        index=delta["index"], id=delta.get("id"), name=function.get("name"), arguments=function["arguments"]
+    )
 
 
 def _pairs(entries: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:

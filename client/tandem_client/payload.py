@@ -30,6 +30,9 @@ class GenerateOptions(TypedDict, total=False):
     stop: strings that end the answer. stop_token_ids: tokens that end it.
     temperature: 0, the default, is greedy; top_k, top_p, min_p shape what is drawn from.
     seed: draws the same answer again; one that the server chose is in the last chunk's usage.
+    response_format: the answer's form, as in the OpenAI API; structured_outputs: the same in vLLM's words.
+    tool_choice: "auto", "none", "required" or {"type": "function", "function": {"name": ...}}.
+    reasoning_effort, max_reasoning_tokens: how long the answer may reason; reasoning_format: "tags", "field" or "both".
     logprobs: whether chunks carry the tokens' log probabilities; a number: and those of as many likeliest tokens.
     prompt_logprobs: the same for the prompt's tokens, on the first chunk.
     sampling: further sampling parameters by name (repetition_penalty, logit_bias, drafter, ignore_eos ...).
@@ -49,6 +52,12 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     seed: int | None
+    response_format: Mapping[str, Any] | None
+    structured_outputs: Mapping[str, Any] | None
+    tool_choice: str | Mapping[str, Any] | None
+    reasoning_effort: str | None
+    max_reasoning_tokens: int | None
+    reasoning_format: str | None
     logprobs: bool | int
     prompt_logprobs: int | None
     sampling: Mapping[str, Any] | None
@@ -79,6 +88,12 @@ def build_payload(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int | None = None,
+    response_format: Mapping[str, Any] | None = None,
+    structured_outputs: Mapping[str, Any] | None = None,
+    tool_choice: str | Mapping[str, Any] | None = None,
+    reasoning_effort: str | None = None,
+    max_reasoning_tokens: int | None = None,
+    reasoning_format: str | None = None,
     logprobs: bool | int = False,
     prompt_logprobs: int | None = None,
     sampling: Mapping[str, Any] | None = None,
@@ -104,6 +119,12 @@ def build_payload(
         "top_p": top_p,
         "min_p": min_p,
         "seed": seed,
+        "response_format": response_format,
+        "structured_outputs": structured_outputs,
+        "tool_choice": tool_choice,
+        "reasoning_effort": reasoning_effort,
+        "max_reasoning_tokens": max_reasoning_tokens,
+        "reasoning_format": reasoning_format,
         "logprobs": None if isinstance(logprobs, bool) else logprobs,
         "prompt_logprobs": prompt_logprobs,
     }

@@ -2,7 +2,7 @@
 """What a generation yields: chunks of text as they become final, usage with the last one."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -64,17 +64,38 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCallDelta:
+    """A piece of a tool call. The first piece of each has id and name; the arguments' pieces joined are JSON text."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A tool call. `arguments` is JSON text as the model wrote it; incomplete where the answer was cut off."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """What one round of the server added to an answer; the last chunk has finish_reason and usage."""
 
     text: str = ""  # final text: whole characters that are never taken back
+    reasoning: str = ""  # with reasoning_format "field" or "both"
+    tool_calls: tuple[ToolCallDelta, ...] = ()  # with tools
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] | None = None  # natural logs, one a token; None unless asked for
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = (
         None  # (token id, logprob), likeliest first, a token
     )
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the first chunk; None for tokens without one
-    finish_reason: str | None = None  # "stop", "length", "cancelled" or "timeout"
+    finish_reason: str | None = None  # "stop", "tool_calls", "length", "cancelled" or "timeout"
     usage: Usage | None = None
 
 
@@ -89,6 +110,8 @@ class Completion:
     usage: Usage
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Chunk]) -> "Completion":
@@ -104,6 +127,8 @@ class Completion:
             usage=parts[-1].usage,
             top_logprobs=_joined(part.top_logprobs for part in parts),
             prompt_logprobs=_joined(part.prompt_logprobs for part in parts),
+            reasoning="".join(part.reasoning for part in parts),
+            tool_calls=_joined_calls(delta for part in parts for delta in part.tool_calls),
         )
 
 
@@ -111,3 +136,11 @@ def _joined(parts: Iterable[tuple[T, ...] | None]) -> tuple[T, ...] | None:
     """The parts one after the other; None where no chunk has any."""
     found = [part for part in parts if part is not None]
     return tuple(item for part in found for item in part) if found else None
+
+
+def _joined_calls(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    calls: dict[int, ToolCall] = {}
+    for delta in deltas:
+        call = calls.get(delta.index, ToolCall(id=delta.id or "", name=delta.name or "", arguments=""))
+        calls[delta.index] = replace(call, arguments=call.arguments + delta.arguments)
+    return tuple(calls.values())

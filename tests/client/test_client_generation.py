@@ -12,11 +12,14 @@ from fake_transport import FINAL, AsyncFakeTransport, FakeTransport, Script, ans
 from tandem_client import (
     AsyncTandemClient,
     Chunk,
+    Completion,
     DrafterUsage,
     IncompleteStreamError,
     RequestTimeoutError,
     ServerError,
     TandemClient,
+    ToolCall,
+    ToolCallDelta,
     Usage,
 )
 from tandem_client.wire import InferResponse
@@ -232,3 +235,23 @@ def test_the_client_closes_its_transport() -> None:
     with TandemClient(transport=transport):
         assert not transport.is_closed
     assert transport.is_closed
+
+
+def test_calls_and_reasoning_are_joined(collect: Collect) -> None:
+    first = b'[{"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": ""}}]'
+    rest = b'[{"index": 0, "function": {"arguments": "{}"}}, {"index": 1, "id": "call_2", "type": "function", '
+    rest += b'"function": {"name": "g", "arguments": "[1]"}}]'
+    script = [
+        response(reasoning_content=b"hm", tool_calls=first),
+        response("x", [1], "tool_calls", reasoning_content=b"!", tool_calls=rest),
+        FINAL,
+    ]
+    chunks, error = collect(script)
+    assert error is None
+    assert chunks[0].tool_calls == (ToolCallDelta(index=0, id="call_1", name="f"),)
+    whole = Completion.from_chunks(chunks)
+    assert (whole.text, whole.reasoning, whole.finish_reason) == ("x", "hm!", "tool_calls")
+    assert whole.tool_calls == (
+        ToolCall(id="call_1", name="f", arguments="{}"),
+        ToolCall(id="call_2", name="g", arguments="[1]"),
+    )

@@ -52,6 +52,18 @@ def test_sampling_joins_the_named_parameters() -> None:
     assert json.loads(build_payload("x", stop="a").inputs["sampling_parameters"].item()) == {"stop": "a"}
 
 
+def test_the_form_of_the_answer_goes_with_the_sampling_parameters() -> None:
+    form = {
+        "response_format": {"type": "json_object"},
+        "structured_outputs": {"regex": "a+"},
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "reasoning_effort": "low",
+        "max_reasoning_tokens": 3,
+        "reasoning_format": "field",
+    }
+    assert json.loads(build_payload("x", **form).inputs["sampling_parameters"].item()) == form
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "named"),
     [

@@ -231,6 +231,21 @@ def _say(text: str) -> None:
     click.echo(text, err=True)
 
 
+@bench.command()
+@_checkpoint_option
+@click.option("--max-tokens", type=click.IntRange(min=8), default=128, show_default=True)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Figures are medians.")
+@click.option("--json", "json_file", type=_NEW_FILE, callback=_in_a_folder, help="Write the result here too.")
+def structured(checkpoint: Path, max_tokens: int, repeats: int, json_file: Path | None) -> None:
+    """Answers with a JSON Schema beside free answers to the same prompts.
+
+    Plainly, with the default drafters, and with nothing drafted but what the schema forces; all texts must be plain decoding's.
+    """
+    from tandem_backend.benchmarks.structured import StructuredBench, render_structured
+
+    _report(_measured(lambda: StructuredBench(checkpoint, max_tokens, _say).run(repeats)), render_structured, json_file)
+
+
 @bench.command("suffix-store")
 @click.option("--tokens", type=click.IntRange(min=1), default=50_000_000, show_default=True, help="Size of the store.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Keep the store in this new directory.")
