@@ -239,7 +239,7 @@ def _say(text: str) -> None:
 def structured(checkpoint: Path, max_tokens: int, repeats: int, json_file: Path | None) -> None:
     """Answers with a JSON Schema beside free answers to the same prompts.
 
-    Plainly, with the default drafters, and with nothing drafted but what the schema forces; all texts must be plain decoding's.
+    Plainly, with the default drafters, and drafting only what the schema forces. Exits 1 when a text differs.
     """
     from tandem_backend.benchmarks.structured import StructuredBench, render_structured
 
