@@ -88,7 +88,8 @@ class TritonPythonModel:
             if self._places.acquire(blocking=False):
                 self._pool.submit(self._serve, request)
             else:
-                error = UnavailableError(f"max_requests: {self._max_requests} requests are being served, try later")
+                served = f"max_requests: {self._max_requests} requests are being served"
+                error = UnavailableError(served, retry_after_s=1)
                 _finish(request.get_response_sender(), triton_error(error))
 
     def finalize(self) -> None:
