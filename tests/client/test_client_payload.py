@@ -88,3 +88,17 @@ def test_the_form_of_the_answer_goes_with_the_sampling_parameters() -> None:
 def test_a_wrong_argument_is_named(arguments: dict[str, Any], error: type[Exception], named: str) -> None:
     with pytest.raises(error, match=named):
         build_payload(**arguments)
+
+
+def test_sampling_arguments_stand_in_sampling_parameters() -> None:
+    payload = build_payload("x", temperature=0.5, top_k=3, seed=2**64 - 1, logprobs=5, prompt_logprobs=0)
+    assert json.loads(payload.inputs["sampling_parameters"].item()) == {
+        "temperature": 0.5,
+        "top_k": 3,
+        "seed": 2**64 - 1,
+        "logprobs": 5,
+        "prompt_logprobs": 0,
+    }
+    assert payload.inputs["return_logprobs"].tolist() == [True]
+    assert "return_logprobs" not in build_payload("x", logprobs=False).inputs
+    assert "sampling_parameters" not in build_payload("x", logprobs=True).inputs

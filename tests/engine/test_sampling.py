@@ -247,3 +247,23 @@ def test_relaxed_acceptance_takes_likely_drafts_and_nothing_else(
     assert fifth(ratio * 0.99) == second[0]
     assert fifth(ratio * 1.01) == fifth(ratio * 0.99, rank=1) == fifth(None) == best[0]
     assert "allow_relaxed_acceptance" in caplog.text
+
+
+def test_the_rejection_rule_takes_every_draft_of_the_target_itself(hybrid: Path, small_draft_model: Path) -> None:
+    """q is p then; a drafter that guesses otherwise loses some drafts, and its text has every token allowed."""
+
+    def run(draft_model: Path, **options: Any) -> Result:
+        config = engine_config(hybrid, drafters=("draft_model",), draft_model=draft_model, router="always")
+        params = replace(SEEDED, acceptance="rejection", top_k=12, drafter="draft_model", **options)
+        return EngineDriver(config).run(Request(request_id="1", prompt=Prompt(token_ids=PROMPT), params=params))
+
+    same, other = run(hybrid), run(small_draft_model)
+    assert same.stats is not None
+    assert same.stats.num_accepted_tokens == same.stats.num_draft_tokens > 20
+    assert other.stats is not None
+    assert 0 < other.stats.num_accepted_tokens < other.stats.num_draft_tokens
+    for row, token_id in zip(other.rows, other.token_ids, strict=True):
+        assert token_id in torch.topk(row, 12).indices.tolist()
+    # A seed replays the same drafts and the same text; a greedy request ignores the rule.
+    assert num_different(run(small_draft_model), other) == 0
+    assert run(small_draft_model, temperature=0.0).token_ids == run(hybrid, temperature=0.0).token_ids
