@@ -18,6 +18,7 @@ from tandem_backend.engine.drafters.scripted import ScriptedDrafter
 from tandem_backend.model.checkpoint import Checkpoint
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.mtp import MtpHead
+from tandem_backend.model.mtp_passes import LaunchedMtp
 from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer
 from tandem_backend.types import FinishReason, Prompt, Request, SamplingParams
 
@@ -101,7 +102,8 @@ def scripted(plain: Plain) -> dict[str, Drafter]:
 def mtp(checkpoint: Path, width: int, top_k: int) -> MtpDrafter:
     decoder = Decoder(checkpoint)
     head = MtpHead(decoder, Checkpoint(checkpoint), VOCAB_SIZE)
-    return MtpDrafter(head, allocate_kv_layer(decoder.config, 256), KV_BLOCK, width=width, top_k=top_k)
+    kv = allocate_kv_layer(decoder.config, 256)
+    return MtpDrafter(LaunchedMtp(head, kv), kv, KV_BLOCK, width=width, top_k=top_k)
 
 
 def decode(driver: EngineDriver, requests: Sequence[Arrival]) -> None:

@@ -4,19 +4,22 @@
 A wrong row of it changes no text, only how often a draft is accepted: comparing with plain decoding shows nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import VOCAB_SIZE, EngineDriver, engine_config
+from fakes.replay import Rerun
 from session_requests import start, turn
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
 from tandem_backend.engine.drafters.mtp import MtpDrafter
 from tandem_backend.model.checkpoint import Checkpoint
 from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.graphs import GraphLimits
 from tandem_backend.model.mtp import MtpHead, mtp_rows
+from tandem_backend.model.mtp_passes import CapturedMtp, LaunchedMtp, MtpPasses
 from tandem_backend.model.state import KV_BLOCK, KVLayer, allocate_kv_layer
 from tandem_backend.types import Prompt, Request, SamplingParams
 from torch import Tensor
@@ -56,8 +59,8 @@ class ComparedMtp:
 
     name = "mtp"
 
-    def __init__(self, inner: MtpDrafter) -> None:
-        self.inner, self.reference = inner, Recomputed(inner.head)
+    def __init__(self, inner: MtpDrafter, head: MtpHead) -> None:
+        self.inner, self.reference = inner, Recomputed(head)
         self.hidden: dict[int, list[Tensor]] = {}
         self.ended: list[list[Tensor]] = []
         self.num_resumed = 0
@@ -108,11 +111,17 @@ class ComparedMtp:
             self.num_different += (path[-1], score) not in expected
 
 
-def drafter(checkpoint: Path, width: int, top_k: int, kind: type[MtpDrafter] = MtpDrafter) -> ComparedMtp:
+def drafter(
+    checkpoint: Path,
+    width: int,
+    top_k: int,
+    kind: type[MtpDrafter] = MtpDrafter,
+    make_passes: Callable[[MtpHead, KVLayer], MtpPasses] = LaunchedMtp,
+) -> ComparedMtp:
     decoder = Decoder(checkpoint)
     kv = allocate_kv_layer(decoder.config, 128)
     head = MtpHead(decoder, Checkpoint(checkpoint), VOCAB_SIZE)
-    return ComparedMtp(kind(head, kv, KV_BLOCK, width=width, top_k=top_k))
+    return ComparedMtp(kind(make_passes(head, kv), kv, KV_BLOCK, width=width, top_k=top_k), head)
 
 
 def compare(hybrid: Path, mtp: ComparedMtp) -> None:
@@ -135,6 +144,20 @@ def test_a_kept_mtp_drafts_as_a_recomputed_one(hybrid: Path, width: int, top_k: 
     mtp = drafter(hybrid, width, top_k)
     compare(hybrid, mtp)
     assert mtp.num_different == 0
+
+
+@pytest.mark.parametrize("max_rows", [1, 4, 32])  # what is longer or wider is launched
+@pytest.mark.parametrize(("width", "top_k"), [(1, 1), (3, 2)])
+def test_a_captured_mtp_drafts_as_a_recomputed_one(hybrid: Path, width: int, top_k: int, max_rows: int) -> None:
+    recorder = Rerun()
+
+    def captured(head: MtpHead, kv: KVLayer) -> MtpPasses:
+        return CapturedMtp(head, kv, GraphLimits(max_rows, 64, 60), recorder)
+
+    mtp = drafter(hybrid, width, top_k, make_passes=captured)
+    compare(hybrid, mtp)
+    assert mtp.num_different == 0
+    assert recorder.num_replays > (0 if max_rows < width else 20)
 
 
 class TokensOffByOne(MtpDrafter):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds: who gets what in them, limits of drafting, and what happens when one fails."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ from session_requests import PARAMS, start, turn
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
 from tandem_backend.engine.drafters.scripted import ScriptedDrafter
 from tandem_backend.errors import InternalError, InvalidRequestError, UnavailableError
-from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.graphs import GraphPasses
+from tandem_backend.model.passes import LaunchedPasses
 from tandem_backend.types import FinishReason, Prompt, Request, SamplingParams
 
 
@@ -22,14 +23,18 @@ def request(request_id: str, token_ids: Sequence[int] = (3, 4, 5), **params: Any
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Let the call-th forward pass from now raise."""
-    forward, calls = Decoder.forward, iter(range(10**6))
+    calls = iter(range(10**6))
 
-    def failing(self: Decoder, *args: Any) -> Any:
-        if next(calls) == call:
-            raise RuntimeError("out of luck")
-        return forward(self, *args)
+    def failing(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def fail_or_forward(*args: Any) -> Any:
+            if next(calls) == call:
+                raise RuntimeError("out of luck")
+            return forward(*args)
 
-    monkeypatch.setattr(Decoder, "forward", failing)
+        return fail_or_forward
+
+    for passes in (LaunchedPasses, GraphPasses):
+        monkeypatch.setattr(passes, "forward", failing(passes.forward))
 
 
 def test_a_failed_round_ends_the_requests_in_it_and_no_others(

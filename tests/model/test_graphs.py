@@ -2,6 +2,7 @@
 """Captured passes give the bits of launched ones, whatever is in a bucket's padding."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -118,3 +119,11 @@ def test_capturing_ends_with_its_time(decoder: Decoder) -> None:
     passes, recorder = _passes(decoder, GraphLimits(8, 64, max_seconds=0.0))
     assert passes.forward(build_batch([SequenceRows([1], 0, 0, [0])])).logits.shape[0] == 1
     assert recorder.num_replays == 0
+
+
+def test_row_costs_are_a_staircase_that_never_falls(decoder: Decoder) -> None:
+    passes, _ = _passes(decoder, GraphLimits(9, 64, 60))
+    costs = passes.row_costs()
+    assert [rows for rows, _ in costs] == [1, 2, 3, 4, 5, 8]
+    assert all(a <= b for (_, a), (_, b) in pairwise(costs))
+    assert costs[2][1] == costs[3][1] > 0

@@ -48,9 +48,12 @@ def assemble(
     memory.check(model)
     stored_texts = StoredTexts.open(config, tokenizer, model.config.vocab_size)
     drafters = {**plan.build(num_blocks, num_slots, stored_texts.stores), **(extra_drafters or {})}
-    router = Router(load_verify_curve(config.verify_curve), config.row_budget, always=config.router == "always")
-    drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
     state = allocate_state(model.config, num_blocks, num_slots, device=model.device)
+    limits = GraphLimits(config.max_graph_rows, max_context_len, config.graph_capture_s)
+    passes = make_passes(model, state, limits)
+    curve = load_verify_curve(config.verify_curve, passes.row_costs())
+    router = Router(curve, config.row_budget, always=config.router == "always")
+    drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
     cache = PrefixCache(
         state,
         IndexPool(num_blocks),
@@ -59,7 +62,5 @@ def assemble(
         max_bytes=config.prefix_cache_bytes,
         grid=config.anchor_grid,
     )
-    limits = GraphLimits(config.max_graph_rows, max_context_len, config.graph_capture_s)
-    passes = make_passes(model, state, limits)
     rounds = RoundRunner(passes, state, drafting, cache, record_logits)
     return Assembly(sizes, replace(memory, graphs=passes.num_bytes()), num_slots, stored_texts, rounds)

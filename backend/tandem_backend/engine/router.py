@@ -50,10 +50,13 @@ class VerifyCurve:
         return max(ys[i - 1] + slope * (rows - xs[i - 1]), ys[0])
 
 
-def load_verify_curve(path: Path | None) -> VerifyCurve:
-    """The table that `tandem bench verify-curve` wrote, or the built-in one. Raises ConfigError naming the file."""
+def load_verify_curve(path: Path | None, measured: Sequence[tuple[int, float]] = ()) -> VerifyCurve:
+    """The table that `tandem bench verify-curve` wrote, else what was measured at load, else the built-in one.
+
+    measured: row counts and milliseconds. Raises ConfigError naming the file.
+    """
     if path is None:
-        return VerifyCurve()
+        return VerifyCurve(*zip(*measured, strict=True)) if len(measured) > 1 else VerifyCurve()  # type: ignore[arg-type]
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
         rows, milliseconds = zip(

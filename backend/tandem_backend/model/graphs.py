@@ -2,6 +2,7 @@
 """Captured passes: a CUDA graph per bucket of rows and context class, made at load and replayed in every round."""
 
 import logging
+import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from tandem_backend.model.static_rows import (
     num_logit_rows,
 )
 
+NUM_TIMED = 7  # replays of a bucket at load
 FIRST_CONTEXT = 1024  # tokens of the shortest context class; each holds four times as many as the one before
 
 logger = logging.getLogger(__name__)
@@ -153,6 +155,26 @@ class GraphPasses:
 
     def num_bytes(self) -> int:
         return self.recorder.num_bytes()
+
+    def row_costs(self) -> list[tuple[int, float]]:
+        """Of passes of padding: the staircase of the buckets, each cost at its bucket's first and last row count."""
+        costs: list[tuple[int, float]] = []
+        for rows in self._rows:
+            captured = next(each for bucket, each in self._captured.items() if bucket.rows == rows)
+            captured.batch.clear()
+            milliseconds = max(self._median_ms(captured.forward), costs[-1][1] if costs else 0.0)
+            first = costs[-1][0] + 1 if costs else 1
+            costs += [(n, milliseconds) for n in dict.fromkeys((first, rows))]
+        return costs
+
+    def _median_ms(self, replay: Callable[[], None]) -> float:
+        times = []
+        for _ in range(NUM_TIMED):
+            begun = time.perf_counter()
+            replay()
+            self.recorder.wait()
+            times.append(1e3 * (time.perf_counter() - begun))
+        return statistics.median(times)
 
     def _result(self, batch: RowBatch, bucket: Bucket) -> ForwardResult:
         """What the last replay left, cut to the batch's own rows."""

@@ -36,6 +36,9 @@ class Passes(Protocol):
     def num_bytes(self) -> int:
         """Device memory that running passes so takes beyond weights and state."""
 
+    def row_costs(self) -> list[tuple[int, float]]:
+        """Row counts, ascending, and the milliseconds of such a pass, where that was measured; else empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPasses:
@@ -55,3 +58,6 @@ class LaunchedPasses:
 
     def num_bytes(self) -> int:
         return 0
+
+    def row_costs(self) -> list[tuple[int, float]]:
+        return []

@@ -14,10 +14,13 @@ from tandem_backend.engine.suffix_store import SuffixStore
 from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import CheckpointError, ConfigError
 from tandem_backend.model.decoder import Decoder
+from tandem_backend.model.graphs import GraphLimits
 from tandem_backend.model.mtp import MtpHead
+from tandem_backend.model.mtp_passes import make_mtp_passes
 from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer, allocate_state
 
 AUTO = "auto"
+MAX_CAPTURED_ROWS = 32  # of the mtp drafter, which rarely runs more at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,10 @@ class DrafterPlan:
             target = self.mtp_head.decoder
             kv = allocate_kv_layer(target.config, num_blocks, device=target.device)
             width, top_k = self.config.mtp_width, self.config.mtp_top_k
-            drafters["mtp"] = MtpDrafter(self.mtp_head, kv, KV_BLOCK, width=width, top_k=top_k)
+            context = self.config.max_context_len or target.config.max_position
+            rows = min(self.config.max_graph_rows, MAX_CAPTURED_ROWS)
+            passes = make_mtp_passes(self.mtp_head, kv, GraphLimits(rows, context, self.config.graph_capture_s))
+            drafters["mtp"] = MtpDrafter(passes, kv, KV_BLOCK, width=width, top_k=top_k)
         if self.draft_model is not None:
             draft = self.draft_model
             state = allocate_state(draft.config, num_blocks, num_slots, device=draft.device)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
-from tandem_backend.model.mtp import MtpHead, mtp_rows
+from tandem_backend.model.mtp import mtp_rows
+from tandem_backend.model.mtp_passes import MtpPasses
 from tandem_backend.model.state import KVLayer
 
 PROMPT_ROWS = 32  # a round that commits so many holds prompt rows, which are written at once
@@ -81,8 +82,9 @@ class MtpDrafter:
 
     name = "mtp"
 
-    def __init__(self, head: MtpHead, kv: KVLayer, block: int, *, width: int, top_k: int) -> None:
-        self.head, self.kv, self.block = head, kv, block
+    def __init__(self, passes: MtpPasses, kv: KVLayer, block: int, *, width: int, top_k: int) -> None:
+        """kv: what the passes read and write."""
+        self.passes, self.kv, self.block = passes, kv, block
         self.width, self.top_k = width, top_k
         self._tracks: dict[int, _Track] = {}
         self._step_ms = 0.0  # running time of one depth, for all sequences together
@@ -155,18 +157,11 @@ class MtpDrafter:
             row_seqs.extend([seq] * count)
             places.extend([table[position // self.block] * self.block + position % self.block for position in span])
             ends.append(first + count)
-        rows = mtp_rows(
-            token_ids,
-            positions,
-            parents,
-            row_seqs,
-            [(track.num_written, track.pending[-1].block_table) for track in tracks],
-        )
-        memory = self.head.attention.new_rows(len(parents))
-        out = self.head.forward(hidden, rows, self.kv, memory)
-        self.head.store(memory, places, self.kv)
+        prefixes = [(track.num_written, track.pending[-1].block_table) for track in tracks]
+        self.passes.begin(len(parents), len(parents), max(num_written for num_written, _ in prefixes))
+        out = self.passes.run(hidden, mtp_rows(token_ids, positions, parents, row_seqs, prefixes), places)
         for track, end in zip(tracks, ends, strict=True):
-            track.written(out[end - 1 : end])
+            track.written(out[end - 1 : end].clone())
 
     def _grow(self, drafts: Sequence[_Draft], hidden: Tensor) -> None:
         """Expand the drafts depth by depth, all sequences in one pass; hidden is the outputs at the anchors."""
@@ -174,8 +169,9 @@ class MtpDrafter:
         rows_of: dict[tuple[int, int], int] = {}  # (sequence, node) -> its row among the draft's
         seq_of: list[int] = []
         parents: list[int] = []
-        memory = self.head.attention.new_rows(sum(draft.context.max_nodes for draft in drafts))
         prefixes = [(len(draft.context.token_ids) - 1, draft.context.block_table) for draft in drafts]
+        max_rows = sum(draft.context.max_nodes for draft in drafts)
+        self.passes.begin(max_rows, len(drafts) * self.width, max(length for length, _ in prefixes))
         while True:
             begun = time.perf_counter()
             first = [len(draft.token_ids) for draft in drafts]
@@ -197,13 +193,11 @@ class MtpDrafter:
                 hidden = hidden[sources]
             token_ids = [drafts[seq].token_ids[node] for seq, node in frontier]
             positions = [len(drafts[seq].context.token_ids) + drafts[seq].depths[node] - 2 for seq, node in frontier]
-            hidden = self.head.forward(
-                hidden, mtp_rows(token_ids, positions, parents, seq_of, prefixes), self.kv, memory
-            )
+            hidden = self.passes.run(hidden, mtp_rows(token_ids, positions, parents, seq_of, prefixes))
             self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
 
     def _add_children(self, drafts: Sequence[_Draft], frontier: Sequence[tuple[int, int]], hidden: Tensor) -> None:
-        ids, probs = self.head.top_tokens(hidden, self.top_k)
+        ids, probs = self.passes.guess(hidden, self.top_k)
         for (seq, node), row_ids, row_probs in zip(frontier, ids, probs, strict=True):
             draft = drafts[seq]
             for token_id, prob in zip(row_ids, row_probs, strict=True):
