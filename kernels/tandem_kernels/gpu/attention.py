@@ -2,9 +2,8 @@
 """Paged tree attention by fixed blocks of KEY_BLOCK positions, whatever the cache's pages are.
 
 A block's partial result (maximum, row sum, weighted values) depends on the row and the block alone; partials merge in
-block order. Rows of one sequence share a tile: the keys of blocks below the prefix's end are the same for all. So are
-those of this pass for rows that follow their chain's first row; any other row reads its keys by its own list of
-ancestors.
+block order. Rows of one sequence share a tile for blocks below the prefix's end, and, if they follow their chain's
+first row, for blocks beyond it. A row reads the block that holds the end of the prefix, and a branch beyond it, alone.
 
 The softmax row sum is a product with ones on the tensor cores: a plain sum's order would follow the register layout.
 """
@@ -22,6 +21,7 @@ from tandem_kernels.tree_plan import TreePlan
 
 KEY_BLOCK = tl.constexpr(256)  # positions of a partial: part of the arithmetic
 KEY_TILE = tl.constexpr(64)  # of them at a time: part of the arithmetic
+CACHED, CHAIN, MIXED = (tl.constexpr(i) for i in range(3))  # where the keys of a block are
 OWN_BLOCKS = tl.constexpr(2)  # that the rows of a draft tree can reach into, from the prefix's last block on
 MERGE_DIMS = 64
 MAX_PARTIALS = 64 * 129  # rows times blocks in scratch at a time: 64 rows at 32k positions
@@ -58,14 +58,14 @@ def _block(
     positions,
     k_new,
     v_new,
-    v_stride,
+    v_stride: tl.constexpr,
     k_cache,
     v_cache,
     table,
     prefix_len,
     block,
     kv_head,
-    kv_heads,
+    kv_heads: tl.constexpr,
     page_size: tl.constexpr,
     dim: tl.constexpr,
     scale,
@@ -73,13 +73,13 @@ def _block(
     root,
     STAGES: tl.constexpr,
     DIM: tl.constexpr,
-    IS_TAIL: tl.constexpr,
-    IS_LISTED: tl.constexpr,
+    KEYS: tl.constexpr,
     ONE_PAGE: tl.constexpr,
 ):
-    """A block's partial for a tile of queries. Only IS_TAIL looks beyond the prefix, at rows of this pass.
+    """A block's partial for a tile of queries. KEYS says where its keys are.
 
-    Those are rows root, root + 1, ... by depth; if IS_LISTED and root < 0 the rows that `path` lists.
+    CACHED: all below the prefix. CHAIN: all of this pass, rows root, root + 1, ... by depth. MIXED: of both, or of this
+    pass and, where root < 0, in the rows that `path` lists.
     """
     maximum = tl.full((q.shape[0],), -float("inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
@@ -87,35 +87,36 @@ def _block(
     last = tl.max(positions)
     # A page that holds whole tiles is looked up a tile ahead: loads that wait for loads are not pipelined.
     page = tl.load(table + block * KEY_BLOCK // page_size, mask=block * KEY_BLOCK < prefix_len, other=0)
-    for start in tl.range(0, KEY_BLOCK, KEY_TILE, num_stages=1 if IS_TAIL else STAGES):
+    for start in tl.range(0, KEY_BLOCK, KEY_TILE, num_stages=STAGES):
         first = block * KEY_BLOCK + start
         lane = tl.arange(0, KEY_TILE)
         n = first + lane
-        if ONE_PAGE:
-            base = ((page.to(tl.int64) * kv_heads + kv_head) * page_size + first % page_size) * dim
-            place = lane * dim
-            page = tl.load(table + (first + KEY_TILE) // page_size, mask=first + KEY_TILE < prefix_len, other=0)
-        else:
-            pages = tl.load(table + n // page_size, mask=n < prefix_len, other=0).to(tl.int64)
-            base = kv_head.to(tl.int64) * page_size * dim
-            place = (pages * kv_heads * page_size + n % page_size) * dim
-        if IS_TAIL:
-            depth = n - prefix_len
-            new = (n >= prefix_len) & (n <= last)
-            if IS_LISTED:
-                listed = tl.load(path + depth, mask=new & (root < 0), other=0)
-                row = tl.where(root < 0, listed, root + depth).to(tl.int64)
-                k_rows, v_rows = k_new + kv_head * dim, v_new + kv_head * dim
+        if KEYS != CHAIN:
+            if ONE_PAGE:
+                base = ((page.to(tl.int64) * kv_heads + kv_head) * page_size + first % page_size) * dim
+                place = lane * dim
+                page = tl.load(table + (first + KEY_TILE) // page_size, mask=first + KEY_TILE < prefix_len, other=0)
             else:
-                row = lane
-                chain = (root + first - prefix_len).to(tl.int64)
-                k_rows, v_rows = k_new + (chain * kv_heads + kv_head) * dim, v_new + chain * v_stride + kv_head * dim
-            old = n < prefix_len
-            k = _load(tl.where(old, k_cache + base + place, k_rows + row * (kv_heads * dim)), old | new, dim, DIM)
-            v = _load(tl.where(old, v_cache + base + place, v_rows + row * v_stride), old | new, dim, DIM)
-        else:
+                pages = tl.load(table + n // page_size, mask=n < prefix_len, other=0).to(tl.int64)
+                base = kv_head.to(tl.int64) * page_size * dim
+                place = (pages * kv_heads * page_size + n % page_size) * dim
+        if KEYS == CACHED:
             k = _load(k_cache + base + place, n >= 0, dim, DIM)
             v = _load(v_cache + base + place, n >= 0, dim, DIM)
+        elif KEYS == CHAIN:
+            chain = (root + first - prefix_len).to(tl.int64)
+            k_rows, v_rows = k_new + (chain * kv_heads + kv_head) * dim, v_new + chain * v_stride + kv_head * dim
+            k = _load(k_rows + lane * (kv_heads * dim), n <= last, dim, DIM)
+            v = _load(v_rows + lane * v_stride, n <= last, dim, DIM)
+        else:
+            depth = n - prefix_len
+            new = (n >= prefix_len) & (n <= last)
+            listed = tl.load(path + depth, mask=new & (root < 0), other=0)
+            row = tl.where(root < 0, listed, root + depth).to(tl.int64)
+            old = n < prefix_len
+            k_row, v_row = k_new + (row * kv_heads + kv_head) * dim, v_new + row * v_stride + kv_head * dim
+            k = _load(tl.where(old, k_cache + base + place, k_row), old | new, dim, DIM)
+            v = _load(tl.where(old, v_cache + base + place, v_row), old | new, dim, DIM)
         maximum, total, values = _attend(q, k, v, positions, n, scale, maximum, total, values)
     return maximum, total, values.to(tl.float32)
 
@@ -172,9 +173,9 @@ def partial_kernel(
     num_blocks,
     table_width,
     longest,
-    v_stride,
     scale,
-    kv_heads,
+    v_stride: tl.constexpr,
+    kv_heads: tl.constexpr,
     group,
     page_size: tl.constexpr,
     dim: tl.constexpr,
@@ -184,7 +185,10 @@ def partial_kernel(
     DIM: tl.constexpr,
     ONE_PAGE: tl.constexpr,
 ):
-    """Partials by (row, head, block): first those that a row alone reads, then those of tiles."""
+    """Partials by (row, head, block): first of blocks that a row reads alone, then of those that tiles share.
+
+    A row reads alone the block that holds the prefix's end, and if it does not follow its tile's chain the next one.
+    """
     kv_head = tl.program_id(1)
     heads = kv_heads * group
     own = num_queries * OWN_BLOCKS
@@ -197,14 +201,14 @@ def partial_kernel(
         seq = tl.load(row_seqs + row)
         prefix_len = tl.load(prefix_lens + seq)
         block = prefix_len // KEY_BLOCK + tl.program_id(0) % OWN_BLOCKS
-        is_own = (root < 0) | (root != shared_root)
+        is_own = (root < 0) | (root != shared_root) | (block * KEY_BLOCK < prefix_len)
         if is_own & (depth >= 0) & (block * KEY_BLOCK <= prefix_len + depth):
             rows, head, inside, tile = _queries(q, query, query + 1, kv_head, heads, group, dim, OWN_TILE, DIM)
             positions = tl.where(inside, prefix_len + depth, -1)
             maximum, total, values = _block(
                 tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
                 tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim, scale,
-                paths + row.to(tl.int64) * longest, root, STAGES, DIM, True, True, ONE_PAGE,
+                paths + row.to(tl.int64) * longest, root, STAGES, DIM, MIXED, ONE_PAGE,
             )  # fmt: skip
             _store_partial(
                 partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
@@ -216,35 +220,35 @@ def partial_kernel(
         first, root = _run(firsts, roots, row, first_query)
         seq = tl.load(row_seqs + row)
         prefix_len = tl.load(prefix_lens + seq)
-        is_shared = (block + 1) * KEY_BLOCK <= prefix_len
+        is_cached = (block + 1) * KEY_BLOCK <= prefix_len
         reach = prefix_len + num_queries + first_query  # no row of this pass lies further
-        is_live = ((row - first) % (TILE // group) == 0) & (is_shared | ((root >= 0) & (block * KEY_BLOCK <= reach)))
-        if is_live:
+        is_chain = (root >= 0) & (block * KEY_BLOCK >= prefix_len) & (block * KEY_BLOCK <= reach)
+        if ((row - first) % (TILE // group) == 0) & (is_cached | is_chain):
             end = min(query + TILE // group, num_queries)
             rows, head, inside, tile = _queries(q, query, end, kv_head, heads, group, dim, TILE, DIM)
             inside = inside & (tl.load(row_seqs + first_query + rows, mask=inside, other=-1) == seq)
             depth = tl.load(depths + first_query + rows, mask=inside, other=-1)
             inside = inside & (depth >= 0)
-            positions = tl.where(inside, prefix_len + depth, -1)
-            if is_shared:
+            if is_cached:
+                positions = tl.where(inside, prefix_len + depth, -1)
                 maximum, total, values = _block(
                     tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
                     tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim,
-                    scale, paths, root, STAGES, DIM, False, False, ONE_PAGE,
+                    scale, paths, root, STAGES, DIM, CACHED, ONE_PAGE,
                 )  # fmt: skip
                 _store_partial(
                     partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
                 )
             else:
                 inside = inside & (tl.load(roots + first_query + rows, mask=inside, other=-1) == root)
-                positions = tl.where(inside, positions, -1)
-                if block * KEY_BLOCK <= tl.max(positions):
+                inside = inside & (block * KEY_BLOCK <= prefix_len + depth)
+                positions = tl.where(inside, prefix_len + depth, -1)
+                if tl.max(positions) >= 0:
                     maximum, total, values = _block(
                         tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
                         tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim,
-                        scale, paths, root, STAGES, DIM, True, False, ONE_PAGE,
+                        scale, paths, root, STAGES, DIM, CHAIN, ONE_PAGE,
                     )  # fmt: skip
-                    inside = inside & (block * KEY_BLOCK <= positions)
                     _store_partial(
                         partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
                     )
@@ -362,8 +366,8 @@ def _partials(
     _, kv_heads, page_size, _ = k_cache.shape
     group, num_blocks = heads // kv_heads, partials.shape[2]
     own_tile = max(16, next_power_of_2(group))
-    is_small = queries * group <= own_tile
-    counts = (queries, first_query, num_blocks, block_tables.shape[1], paths.shape[1], v_new.stride(0))
+    tile, stages, num_warps = choose_tile(queries * group, own_tile)
+    counts = (queries, first_query, num_blocks, block_tables.shape[1], paths.shape[1])
     launch(
         partial_kernel,
         (queries * (OWN_BLOCKS.value + num_blocks), kv_heads),
@@ -373,17 +377,25 @@ def _partials(
         sums,
         *counts,
         scale * math.log2(math.e),
+        v_new.stride(0),
         kv_heads,
         group,
         page_size,
         dim,
-        TILE=own_tile if is_small else 64,
+        TILE=tile,
         OWN_TILE=own_tile,
-        STAGES=3 if is_small else 2,
+        STAGES=stages,
         DIM=max(next_power_of_2(dim), 16),
         ONE_PAGE=page_size % KEY_TILE.value == 0,
-        num_warps=8,
+        num_warps=num_warps,
     )
+
+
+def choose_tile(pairs: int, own_tile: int) -> tuple[int, int, int]:
+    """Queries in a tile, stages and warps for so many pairs of row and query head; none of it changes a bit."""
+    if pairs <= own_tile:
+        return own_tile, 3, 8
+    return (64, 2, 8) if pairs <= 64 else (128, 2, 8)
 
 
 def _merged(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule: one step function, walked along root-to-leaf paths for decode, verify, prefill and commit.
 
-A program holds a few columns of one head's state, keys across the lanes of its one warp, so the order of the sums over
-keys is the warp's whatever else differs between builds. Rows that several paths share get the same bits from each.
+A program holds a few columns of one head's state in the registers of its one warp, laid out as the state's load asks in
+all builds, so the order of the sums over keys is the same in all. Rows that several paths share get the same bits from each.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ from tandem_kernels.tree_plan import TreePlan
 if TYPE_CHECKING:
     from tandem_kernels.layers import DeltaLayer
 
-COLUMNS = 64 if IS_INTERPRETED else 4  # of a state in one program; few programs where each is slow
+COLUMNS = 64 if IS_INTERPRETED else 8  # of a state in one program; few programs where each is slow
 PATHS = 4  # walked at the same time by different programs; one program takes every PATHS-th
 
 
 @triton.jit
 def _step(state, q, k, v, decay, strength):
-    """state: [columns, keys] before the row. Returns the state after it and the row's output."""
-    keys = tl.broadcast_to(k[None, :], state.shape)
-    stored = tl.sum(state * keys, 1)
-    read = tl.sum(state * q[None, :], 1)
+    """state: [keys, columns] before the row. Returns the state after it and the row's output."""
+    keys = tl.broadcast_to(k[:, None], state.shape)
+    stored = tl.sum(state * keys, 0)
+    read = tl.sum(state * q[:, None], 0)
     delta = (v - decay * stored) * strength
     out = tl.fma(read, decay + tl.zeros_like(read), tl.sum(k * q) * delta)
-    return tl.fma(keys, tl.broadcast_to(delta[:, None], state.shape), state * decay), out
+    return tl.fma(keys, tl.broadcast_to(delta[None, :], state.shape), state * decay), out
 
 
 @triton.jit
@@ -47,7 +47,18 @@ def _row(path, root, t, HAS_LIST: tl.constexpr):
 
 
 @triton.jit
-def _operands(qkv, row, width, head, value_heads, key_heads, dk, dv, keys, columns):
+def _operands(
+    qkv,
+    row,
+    width: tl.constexpr,
+    head,
+    value_heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    dk: tl.constexpr,
+    dv: tl.constexpr,
+    keys,
+    columns,
+):
     """q, k [keys], v [columns], decay and strength of one row and head."""
     source = qkv + row * width
     key_head = head // (value_heads // key_heads)
@@ -67,12 +78,12 @@ def _walk(
     path,
     root,
     length,
-    width,
+    width: tl.constexpr,
     head,
-    value_heads,
-    key_heads,
-    dk,
-    dv,
+    value_heads: tl.constexpr,
+    key_heads: tl.constexpr,
+    dk: tl.constexpr,
+    dv: tl.constexpr,
     keys,
     columns,
     IS_COMMIT: tl.constexpr,
@@ -90,7 +101,7 @@ def _walk(
     return state
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["longest"])
 def gated_delta_kernel(
     qkv,
     state,
@@ -105,10 +116,10 @@ def gated_delta_kernel(
     key_stride,
     column_stride,
     longest,
-    key_heads,
-    value_heads,
-    dk,
-    dv,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    dk: tl.constexpr,
+    dv: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PATHS: tl.constexpr,
@@ -116,9 +127,9 @@ def gated_delta_kernel(
     head = tl.program_id(1)
     keys = tl.arange(0, KEYS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (columns < dv)[:, None] & (keys < dk)[None, :]
-    place = head * head_stride + columns[:, None] * column_stride + keys[None, :] * key_stride
-    width = 2 * key_heads * dk + value_heads * dv + 2 * value_heads
+    inside = (keys < dk)[:, None] & (columns < dv)[None, :]
+    place = head * head_stride + keys[:, None] * key_stride + columns[None, :] * column_stride
+    width: tl.constexpr = 2 * key_heads * dk + value_heads * dv + 2 * value_heads
     for leaf in range(tl.program_id(2), tl.load(leaves), PATHS):
         row = tl.load(leaves + 1 + leaf)
         slot = tl.load(row_slots + row).to(tl.int64)
@@ -128,7 +139,7 @@ def gated_delta_kernel(
         _walk(qkv, matrix, out, path, root, length, width, head, value_heads, key_heads, dk, dv, keys, columns, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def commit_delta_kernel(
     qkv,
     state,
@@ -142,10 +153,10 @@ def commit_delta_kernel(
     qkv_layer_stride,
     state_layer_stride,
     num_seqs,
-    key_heads,
-    value_heads,
-    dk,
-    dv,
+    key_heads: tl.constexpr,
+    value_heads: tl.constexpr,
+    dk: tl.constexpr,
+    dv: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -156,9 +167,9 @@ def commit_delta_kernel(
     if length > 0:
         keys = tl.arange(0, KEYS)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (columns < dv)[:, None] & (keys < dk)[None, :]
-        place = head * head_stride + columns[:, None] * column_stride + keys[None, :] * key_stride
-        width = 2 * key_heads * dk + value_heads * dv + 2 * value_heads
+        inside = (keys < dk)[:, None] & (columns < dv)[None, :]
+        place = head * head_stride + keys[:, None] * key_stride + columns[None, :] * column_stride
+        width: tl.constexpr = 2 * key_heads * dk + value_heads * dv + 2 * value_heads
         target = state + layer * state_layer_stride + tl.load(slots + seq).to(tl.int64) * slot_stride + place
         rows = qkv + layer * qkv_layer_stride
         matrix = tl.load(target, mask=inside, other=0.0)
@@ -214,6 +225,7 @@ def gated_delta(
     rows = torch.arange(len(parents), dtype=torch.int32, device=parents.device)
     row_seqs = torch.searchsorted(seq_starts[1:].contiguous(), rows, right=True, out_int32=True)
     trees = trees or plan_trees(parents, row_seqs)
+    row_seqs = row_seqs.clamp(max=len(slots) - 1)  # of padding: any
     _, value_heads, dk, dv = state.shape
     prepared = prepare(qkv, None, ab, a_log, dt_bias, (key_heads, value_heads, dk, dv))
     return walk(prepared, state, slots[row_seqs.long()], key_heads, trees)

@@ -133,15 +133,16 @@ def choose_tiles(num_rows: int, num_outputs: int, num_inputs: int, *, is_gated: 
     """Measured on an H200, see kernels/README.md."""
     longest_k = max(next_power_of_2(num_inputs), 64)
     if num_rows > MAX_WIDE_ROWS:
-        return Tiles(128, 64 if is_gated else 128, min(64, longest_k), 8, 4, False)
+        few = num_outputs <= 8192
+        return Tiles(128, 128, 64, 4 if few else 8, 3 if is_gated else 4, False)
     rows = max(16, next_power_of_2(num_rows))
     if is_gated:
-        return Tiles(rows, 64, min(64, longest_k), 4, 4, True)
-    if num_outputs <= 8192:  # few programs: each needs more in flight
-        return Tiles(rows, 64, min(256, longest_k), 4, 4 if rows <= 32 else 3, True)
-    if num_outputs >= 65536:
-        return Tiles(rows, 128, min(128, longest_k), 4, 3, True)
-    return Tiles(rows, 64, min(128, longest_k), 4, {16: 5, 32: 4, 64: 3}[rows], True)
+        k, stages = (128, 2) if rows == 16 else (64, 3)
+    elif num_outputs <= 8192:  # few programs: each needs more in flight
+        k, stages = (256, 4) if rows <= 32 else (128, 6)
+    else:
+        k, stages = (128, 3) if rows == 64 or num_outputs >= 65536 else (128, 4)
+    return Tiles(rows, 64, min(k, longest_k), 4, stages, True)
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:

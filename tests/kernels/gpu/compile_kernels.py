@@ -159,7 +159,7 @@ def delta_jobs(hidden: int, key_heads: int, value_heads: int, x: Tensor, parents
         dv=dv,
         eps=1e-6,
     )
-    state, conv = f32(slots, value_heads, dv, dk).transpose(2, 3), bf16(slots, 3, channels)
+    state, conv = f32(slots, value_heads, dk, dv), bf16(slots, 3, channels)
     trees = gpu.plan_trees(parents, parents)
     _, projected, qkv = gpu.delta_layer(layer, x, parents, parents, i32(seqs), i32(seqs + 1), conv, state, trees)
     parts = ([part] * layers for part in (projected, qkv, conv, state))

@@ -17,8 +17,9 @@ from torch import Tensor
 
 BF16, F32 = torch.bfloat16, torch.float32
 EPS = 1e-6
-# Outputs are rounded to bfloat16 (2^-9, relative); sums of bfloat16 products in float32 are far nearer.
-BF16_TOLERANCE, F32_TOLERANCE = 2.0**-8, 2.0**-18
+# Outputs are rounded to bfloat16 (2^-9, relative). Tensor cores cut float32 sums off where they don't fit: thousands of
+# terms leave 2^-17 of the largest output on an H200.
+BF16_TOLERANCE, F32_TOLERANCE = 2.0**-8, 2.0**-15
 ROWS = 6 if IS_INTERPRETED else 48
 
 

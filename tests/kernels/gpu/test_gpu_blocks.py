@@ -116,7 +116,7 @@ def test_delta_layer_equals_its_ops(rows: int, device: torch.device) -> None:
     source = Source(device, rows)
     layer, x = delta(source), source(rows, HIDDEN)
     conv = source(3, 3, layer.channels, dtype=BF16)
-    state = source(3, VALUE_HEADS, DV, DK).transpose(2, 3)
+    state = source(3, VALUE_HEADS, DK, DV)
     trees = (chain(rows), [1] * rows, [1], [0, rows])
     args = (layer, x, *(int32(part, device) for part in trees), conv, state)
     block, ops = delta_layer(*args), delta_layer_by_ops(*args)

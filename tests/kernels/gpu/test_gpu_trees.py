@@ -156,7 +156,7 @@ def delta_case(source: Source, num_rows: int, key_heads: int, value_heads: int, 
 
     return GpuTreeCase(
         (source(num_rows, channels), 2 * source(num_rows, 2 * value_heads, dtype=BF16)),
-        (source(NUM_SLOTS, value_heads, dv, dk).transpose(2, 3),),
+        (source(NUM_SLOTS, value_heads, dk, dv),),
         lambda batch, rows, state: kernels.gated_delta(*rows, *args(batch, state), key_heads),
         reference,
         lambda batch, rows, state, _: kernels.gated_delta_commit(
