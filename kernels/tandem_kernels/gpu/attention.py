@@ -135,10 +135,20 @@ def _queries(q, row, rows_end, kv_head, heads, group, dim, TILE: tl.constexpr, D
 
 
 @triton.jit
-def _run(firsts, roots, row, first_query):
-    """First query of the neighbouring rows of the row's sequence, and the chain that its tiles read of this pass."""
-    first = tl.maximum(tl.load(firsts + row), first_query)
-    return first, tl.load(roots + first)
+def _shared_root(firsts, roots, row, first_query):
+    """The chain that tiles with this row read of this pass: that of the first query of the row's run."""
+    return tl.load(roots + tl.maximum(tl.load(firsts + row), first_query))
+
+
+@triton.jit
+def _tile_start(index, runs, first_query, num_queries, rows: tl.constexpr):
+    """First query of a tile, num_queries if there is none: every `rows`-th query, then those that begin a run."""
+    even = tl.cdiv(num_queries, rows)
+    run = index - even
+    is_run = (run >= 0) & (run < tl.load(runs))
+    query = tl.load(runs + 1 + run, mask=is_run, other=0) - first_query
+    is_start = is_run & (query > 0) & (query < num_queries) & (query % rows != 0)
+    return tl.where(run < 0, index * rows, tl.where(is_start, query, num_queries))
 
 
 @triton.jit
@@ -166,6 +176,7 @@ def partial_kernel(
     roots,
     firsts,
     paths,
+    runs,
     partials,
     sums,
     num_queries,
@@ -176,11 +187,12 @@ def partial_kernel(
     scale,
     v_stride: tl.constexpr,
     kv_heads: tl.constexpr,
-    group,
+    group: tl.constexpr,
     page_size: tl.constexpr,
     dim: tl.constexpr,
     TILE: tl.constexpr,
     OWN_TILE: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     DIM: tl.constexpr,
     ONE_PAGE: tl.constexpr,
@@ -191,44 +203,45 @@ def partial_kernel(
     """
     kv_head = tl.program_id(1)
     heads = kv_heads * group
-    own = num_queries * OWN_BLOCKS
+    own = tl.cdiv(num_queries, OWN_ROWS) * OWN_BLOCKS
     if tl.program_id(0) < own:
-        query = tl.program_id(0) // OWN_BLOCKS
-        row = first_query + query
-        depth = tl.load(depths + row)
-        root = tl.load(roots + row)
-        first, shared_root = _run(firsts, roots, row, first_query)
-        seq = tl.load(row_seqs + row)
-        prefix_len = tl.load(prefix_lens + seq)
-        block = prefix_len // KEY_BLOCK + tl.program_id(0) % OWN_BLOCKS
-        is_own = (root < 0) | (root != shared_root) | (block * KEY_BLOCK < prefix_len)
-        if is_own & (depth >= 0) & (block * KEY_BLOCK <= prefix_len + depth):
-            rows, head, inside, tile = _queries(q, query, query + 1, kv_head, heads, group, dim, OWN_TILE, DIM)
-            positions = tl.where(inside, prefix_len + depth, -1)
-            maximum, total, values = _block(
-                tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
-                tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim, scale,
-                paths + row.to(tl.int64) * longest, root, STAGES, DIM, MIXED, ONE_PAGE,
-            )  # fmt: skip
-            _store_partial(
-                partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
-            )
+        first_own = tl.program_id(0) // OWN_BLOCKS * OWN_ROWS
+        for query in range(first_own, min(first_own + OWN_ROWS, num_queries)):
+            row = first_query + query
+            depth = tl.load(depths + row)
+            root = tl.load(roots + row)
+            shared_root = _shared_root(firsts, roots, row, first_query)
+            seq = tl.load(row_seqs + row)
+            prefix_len = tl.load(prefix_lens + seq)
+            block = prefix_len // KEY_BLOCK + tl.program_id(0) % OWN_BLOCKS
+            is_own = (root < 0) | (root != shared_root) | (block * KEY_BLOCK < prefix_len)
+            if is_own & (depth >= 0) & (block * KEY_BLOCK <= prefix_len + depth):
+                rows, head, inside, tile = _queries(q, query, query + 1, kv_head, heads, group, dim, OWN_TILE, DIM)
+                positions = tl.where(inside, prefix_len + depth, -1)
+                maximum, total, values = _block(
+                    tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
+                    tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim,
+                    scale, paths + row.to(tl.int64) * longest, root, STAGES, DIM, MIXED, ONE_PAGE,
+                )  # fmt: skip
+                _store_partial(
+                    partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
+                )
     else:
-        query = (tl.program_id(0) - own) // num_blocks
         block = (tl.program_id(0) - own) % num_blocks
-        row = first_query + query
-        first, root = _run(firsts, roots, row, first_query)
+        query = _tile_start((tl.program_id(0) - own) // num_blocks, runs, first_query, num_queries, TILE // group)
+        row = first_query + min(query, num_queries - 1)
+        root = _shared_root(firsts, roots, row, first_query)
         seq = tl.load(row_seqs + row)
         prefix_len = tl.load(prefix_lens + seq)
         is_cached = (block + 1) * KEY_BLOCK <= prefix_len
         reach = prefix_len + num_queries + first_query  # no row of this pass lies further
         is_chain = (root >= 0) & (block * KEY_BLOCK >= prefix_len) & (block * KEY_BLOCK <= reach)
-        if ((row - first) % (TILE // group) == 0) & (is_cached | is_chain):
-            end = min(query + TILE // group, num_queries)
+        if (query < num_queries) & (is_cached | is_chain):
+            end = min((query // (TILE // group) + 1) * (TILE // group), num_queries)
             rows, head, inside, tile = _queries(q, query, end, kv_head, heads, group, dim, TILE, DIM)
-            inside = inside & (tl.load(row_seqs + first_query + rows, mask=inside, other=-1) == seq)
+            run = tl.load(firsts + first_query + rows, mask=inside, other=-1)
             depth = tl.load(depths + first_query + rows, mask=inside, other=-1)
-            inside = inside & (depth >= 0)
+            inside = inside & (run == tl.load(firsts + row)) & (depth >= 0)
             if is_cached:
                 positions = tl.where(inside, prefix_len + depth, -1)
                 maximum, total, values = _block(
@@ -344,7 +357,7 @@ def attention(
     trees = trees or plan_trees(parents, row_seqs)
     v_new, q = contiguous_rows(v_new), q.contiguous()
     out = torch.empty(queries, heads * dim, dtype=torch.bfloat16, device=q.device)
-    plan = (prefix_lens, row_seqs, trees.depths, trees.roots, trees.firsts, trees.paths)
+    plan = (prefix_lens, row_seqs, trees.depths, trees.roots, trees.firsts, trees.paths, trees.runs)
     inputs = (k_new.contiguous(), v_new, k_cache, v_cache, block_tables, *plan)
     num_blocks = triton.cdiv(block_tables.shape[1] * page_size + total_rows, KEY_BLOCK.value)
     at_once = min(queries, max(MAX_PARTIALS // num_blocks, 1))
@@ -362,15 +375,21 @@ def _partials(
     q: Tensor, inputs: tuple[Tensor, ...], partials: Tensor, sums: Tensor, first_query: int, scale: float
 ) -> None:
     queries, heads, dim = q.shape
-    _, v_new, k_cache, _, block_tables, *_, paths = inputs
+    k_new, v_new, k_cache, _, block_tables, *_, paths, _ = inputs
     _, kv_heads, page_size, _ = k_cache.shape
     group, num_blocks = heads // kv_heads, partials.shape[2]
     own_tile = max(16, next_power_of_2(group))
-    tile, stages, num_warps = choose_tile(queries * group, own_tile)
+    rows_a_sequence = triton.cdiv(queries, block_tables.shape[0])
+    tile, stages, num_warps = choose_tile(rows_a_sequence * group, own_tile)
+    own_rows = 1 if queries <= 64 else 8
+    # As many runs as sequences, and padding; among a draft's earlier rows, which come in any order, any number.
+    runs = min(queries, block_tables.shape[0] + 1) if len(k_new) == queries else len(k_new)
+    tiles = triton.cdiv(queries, tile // group) + runs
+    programs = triton.cdiv(queries, own_rows) * OWN_BLOCKS.value + tiles * num_blocks
     counts = (queries, first_query, num_blocks, block_tables.shape[1], paths.shape[1])
     launch(
         partial_kernel,
-        (queries * (OWN_BLOCKS.value + num_blocks), kv_heads),
+        (programs, kv_heads),
         q,
         *inputs,
         partials,
@@ -384,6 +403,7 @@ def _partials(
         dim,
         TILE=tile,
         OWN_TILE=own_tile,
+        OWN_ROWS=own_rows,
         STAGES=stages,
         DIM=max(next_power_of_2(dim), 16),
         ONE_PAGE=page_size % KEY_TILE.value == 0,
@@ -412,7 +432,15 @@ def _merged(
     gate_stride = 0 if gate is None else gate.stride(0)
     args = (partials, sums, *places, gate, out, first_query, num_blocks, gate_stride, heads, dim)
     grid = (len(out), heads, triton.cdiv(dim, dims))
-    launch(merge_kernel, grid, *args, UNROLL=16, DIMS=dims, HAS_GATE=gate is not None, num_warps=1)
+    launch(
+        merge_kernel,
+        grid,
+        *args,
+        UNROLL=min(16, next_power_of_2(num_blocks)),
+        DIMS=dims,
+        HAS_GATE=gate is not None,
+        num_warps=1,
+    )
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 """The gated delta rule: one step function, walked along root-to-leaf paths for decode, verify, prefill and commit.
 
 A program holds a few columns of one head's state in the registers of its one warp, laid out as the state's load asks in
-all builds, so the order of the sums over keys is the same in all. Rows that several paths share get the same bits from each.
+all builds, so the order of the sums over keys is the same in all. Rows that paths share get the same bits from each.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from tandem_kernels.tree_plan import TreePlan
 if TYPE_CHECKING:
     from tandem_kernels.layers import DeltaLayer
 
-COLUMNS = 64 if IS_INTERPRETED else 8  # of a state in one program; few programs where each is slow
+COLUMNS = 64 if IS_INTERPRETED else 16  # of a state in one program; few programs where each is slow
 PATHS = 4  # walked at the same time by different programs; one program takes every PATHS-th
 
 

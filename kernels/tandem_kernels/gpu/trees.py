@@ -27,17 +27,27 @@ def _chain_start(parents, row, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _list_leaves(parents, leaves, num_rows, BLOCK: tl.constexpr):
-    count = tl.zeros((), tl.int32)
+def _append(rows_list, count, rows, is_listed):
+    """Write the listed ones of rows after `count` others. Returns the new count."""
+    number = tl.cumsum(is_listed.to(tl.int32))
+    tl.store(rows_list + count + number, rows, mask=is_listed)
+    return count + tl.sum(is_listed.to(tl.int32))
+
+
+@triton.jit
+def _list_rows(parents, row_seqs, leaves, runs, num_rows, BLOCK: tl.constexpr):
+    num_leaves = tl.zeros((), tl.int32)
+    num_runs = tl.zeros((), tl.int32)
     for start in range(0, num_rows, BLOCK):
         rows = start + tl.arange(0, BLOCK)
         parent = tl.load(parents + rows, mask=rows < num_rows, other=-2)
         next_parent = tl.load(parents + rows + 1, mask=rows + 1 < num_rows, other=-2)
-        is_leaf = (parent > -2) & (next_parent != rows)
-        place = count + tl.cumsum(is_leaf.to(tl.int32)) - 1
-        tl.store(leaves + 1 + place, rows, mask=is_leaf)
-        count += tl.sum(is_leaf.to(tl.int32))
-    tl.store(leaves, count)
+        num_leaves = _append(leaves, num_leaves, rows, (parent > -2) & (next_parent != rows))
+        seq = tl.load(row_seqs + rows, mask=rows < num_rows, other=0)
+        is_first = (rows == 0) | (seq != tl.load(row_seqs + rows - 1, mask=(rows > 0) & (rows < num_rows), other=0))
+        num_runs = _append(runs, num_runs, rows, (rows < num_rows) & is_first)
+    tl.store(leaves, num_leaves)
+    tl.store(runs, num_runs)
 
 
 @triton.jit
@@ -54,11 +64,11 @@ def _first_of_sequence(row_seqs, row, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def plan_kernel(parents, row_seqs, depths, roots, firsts, paths, leaves, num_rows, longest, BLOCK: tl.constexpr):
-    """A program a row, and one for the list of leaves."""
+def plan_kernel(parents, row_seqs, depths, roots, firsts, paths, leaves, runs, num_rows, longest, BLOCK: tl.constexpr):
+    """A program a row, and one for the lists of leaves and runs."""
     row = tl.program_id(0)
     if row == num_rows:
-        _list_leaves(parents, leaves, num_rows, BLOCK)
+        _list_rows(parents, row_seqs, leaves, runs, num_rows, BLOCK)
     else:
         tl.store(firsts + row, _first_of_sequence(row_seqs, row, BLOCK))
         start = _chain_start(parents, row, BLOCK)
@@ -88,9 +98,9 @@ def plan_kernel(parents, row_seqs, depths, roots, firsts, paths, leaves, num_row
 def plan_trees(parents: Tensor, row_seqs: Tensor) -> TreePlan:
     rows, device = len(parents), parents.device
     longest = min(rows, MAX_DEPTH)
-    flat = torch.empty(rows * (4 + longest) + 1, dtype=torch.int32, device=device)
-    depths, roots, firsts, leaves, paths = flat.split([rows, rows, rows, rows + 1, rows * longest])
-    plan = TreePlan(depths, roots, firsts, paths.view(rows, longest), leaves)
-    args = (parents, row_seqs, depths, roots, firsts, paths, leaves, rows, longest)
+    sizes = [rows, rows, rows, rows * longest, rows + 1, rows + 1]
+    depths, roots, firsts, paths, leaves, runs = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    plan = TreePlan(depths, roots, firsts, paths.view(rows, longest), leaves, runs)
+    args = (parents, row_seqs, depths, roots, firsts, paths, leaves, runs, rows, longest)
     launch(plan_kernel, (rows + 1,), *args, BLOCK=128, num_warps=1)
     return plan

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the Triton kernels of named shapes for an architecture, without a GPU: python compile_kernels.py 90 27b.
+"""Compiles the Triton kernels of named shapes for an architecture, without a GPU: python compile_kernels.py 90 27b 1,32.
 
-Prints a line a kernel: registers, bytes spilled (stack), shared memory, and the layouts of its sums over keys. Run by
-test_compilation.py in a process of its own, since it replaces Triton's driver.
+Prints a line a kernel: registers, bytes spilled (stack), shared memory, and for the delta rule the layouts of its sums
+over keys. Run by test_gpu_kernels.py in a process of its own, since it replaces Triton's driver.
 """
 
 import json
@@ -171,6 +171,13 @@ def delta_jobs(hidden: int, key_heads: int, value_heads: int, x: Tensor, parents
     )  # fmt: skip
 
 
+def key_sums(ttgir: str) -> list[str]:
+    """The register layouts of what is summed over two dimensions' first: the order of the sum follows from it."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", ttgir, re.M))
+    names = re.findall(r'"tt.reduce"\([^)]*\).*?\) : \(tensor<\d+x\d+xf32, (#\w+)>\)', ttgir, re.S)
+    return sorted({layouts.get(name, name) for name in names})
+
+
 def report(name: str, kernel: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -185,7 +192,7 @@ def report(name: str, kernel: Any) -> dict[str, Any]:
         "registers": numbers["REG"],
         "stack": numbers["STACK"] + numbers["LOCAL"],
         "shared": kernel.metadata.shared,
-        "sums": sorted(set(re.findall(r'"tt.reduce".*?\) : \((.*?)\)', kernel.asm["ttgir"], re.S))),
+        "key_sums": key_sums(kernel.asm["ttgir"]) if "delta_kernel" in name else [],
     }
 
 

@@ -288,3 +288,4 @@ def test_a_plan_says_how_rows_descend(device: torch.device) -> None:
             assert plan.paths[row, : len(path)].tolist() == path
     leaves = sorted(set(range(len(batch.paths))) - set(batch.parents.tolist()))
     assert plan.leaves[: 1 + len(leaves)].tolist() == [len(leaves), *leaves]
+    assert plan.runs[: len(starts)].tolist() == [len(starts) - 1, *starts[:-1]]
