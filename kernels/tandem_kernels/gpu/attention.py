@@ -16,12 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.gpu.language import ACCUMULATOR, cast, contiguous_rows, dot, launch, next_power_of_2, sigmoid
-from tandem_kernels.gpu.trees import plan_trees
+from tandem_kernels.gpu.trees import MAX_DEPTH, plan_trees
 from tandem_kernels.tree_plan import TreePlan
 
 KEY_BLOCK = tl.constexpr(256)  # positions of a partial: part of the arithmetic
 KEY_TILE = tl.constexpr(64)  # of them at a time: part of the arithmetic
-CACHED, CHAIN, MIXED = (tl.constexpr(i) for i in range(3))  # where the keys of a block are
+CACHED, CHAIN, MIXED, LISTED = (tl.constexpr(i) for i in range(4))  # where the keys of a block are
 OWN_BLOCKS = tl.constexpr(2)  # that the rows of a draft tree can reach into, from the prefix's last block on
 MERGE_DIMS = 64
 MAX_PARTIALS = 64 * 129  # rows times blocks in scratch at a time: 64 rows at 32k positions
@@ -78,8 +78,8 @@ def _block(
 ):
     """A block's partial for a tile of queries. KEYS says where its keys are.
 
-    CACHED: all below the prefix. CHAIN: all of this pass, rows root, root + 1, ... by depth. MIXED: of both, or of this
-    pass and, where root < 0, in the rows that `path` lists.
+    CACHED: all below the prefix. CHAIN: all of this pass, rows root, root + 1, ... by depth. MIXED: of both. LISTED: of
+    both, those of this pass in the rows that `path` lists.
     """
     maximum = tl.full((q.shape[0],), -float("inf"), tl.float32)
     total = tl.zeros((q.shape[0],), tl.float32)
@@ -111,8 +111,10 @@ def _block(
         else:
             depth = n - prefix_len
             new = (n >= prefix_len) & (n <= last)
-            listed = tl.load(path + depth, mask=new & (root < 0), other=0)
-            row = tl.where(root < 0, listed, root + depth).to(tl.int64)
+            if KEYS == LISTED:
+                row = tl.load(path + depth, mask=new, other=0).to(tl.int64)
+            else:
+                row = (root + depth).to(tl.int64)
             old = n < prefix_len
             k_row, v_row = k_new + (row * kv_heads + kv_head) * dim, v_new + row * v_stride + kv_head * dim
             k = _load(tl.where(old, k_cache + base + place, k_row), old | new, dim, DIM)
@@ -218,11 +220,18 @@ def partial_kernel(
             if is_own & (depth >= 0) & (block * KEY_BLOCK <= prefix_len + depth):
                 rows, head, inside, tile = _queries(q, query, query + 1, kv_head, heads, group, dim, OWN_TILE, DIM)
                 positions = tl.where(inside, prefix_len + depth, -1)
-                maximum, total, values = _block(
-                    tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
-                    tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim,
-                    scale, paths + row.to(tl.int64) * longest, root, STAGES, DIM, MIXED, ONE_PAGE,
-                )  # fmt: skip
+                if root >= 0:
+                    maximum, total, values = _block(
+                        tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
+                        tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim,
+                        scale, paths, root, STAGES, DIM, MIXED, ONE_PAGE,
+                    )  # fmt: skip
+                else:
+                    maximum, total, values = _block(
+                        tile, positions, k_new, v_new, v_stride, k_cache, v_cache,
+                        tables + seq.to(tl.int64) * table_width, prefix_len, block, kv_head, kv_heads, page_size, dim,
+                        scale, paths + row.to(tl.int64) * longest, root, STAGES, DIM, LISTED, ONE_PAGE,
+                    )  # fmt: skip
                 _store_partial(
                     partials, sums, maximum, total, values, rows, head, inside, block, heads, num_blocks, dim, DIM
                 )
@@ -349,7 +358,8 @@ def attention(
 ) -> Tensor:
     """As the op, in bfloat16; gate: [queries, heads * dim], rows may be strided, whose sigmoid multiplies the output.
 
-    Scratch: heads * (dim + 2) floats a query and block of KEY_BLOCK positions, of MAX_PARTIALS at most.
+    The tables reach as far as a chain's rows do; rows of a draft may lie beyond them. A sequence's queries are
+    neighbours. Scratch: heads * (dim + 2) floats a query and block of KEY_BLOCK positions, of MAX_PARTIALS at most.
     """
     queries, heads, dim = q.shape
     total_rows = k_new.shape[0]
@@ -359,31 +369,31 @@ def attention(
     out = torch.empty(queries, heads * dim, dtype=torch.bfloat16, device=q.device)
     plan = (prefix_lens, row_seqs, trees.depths, trees.roots, trees.firsts, trees.paths, trees.runs)
     inputs = (k_new.contiguous(), v_new, k_cache, v_cache, block_tables, *plan)
-    num_blocks = triton.cdiv(block_tables.shape[1] * page_size + total_rows, KEY_BLOCK.value)
+    num_blocks = triton.cdiv(block_tables.shape[1] * page_size + min(total_rows, MAX_DEPTH), KEY_BLOCK.value)
+    # As many runs as sequences, and padding; among a draft's earlier rows, which come in any order, any number.
+    runs = block_tables.shape[0] + 1 if total_rows == queries else total_rows
     at_once = min(queries, max(MAX_PARTIALS // num_blocks, 1))
     partials = torch.empty(at_once, heads, num_blocks, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(at_once, heads, num_blocks, 2, dtype=torch.float32, device=q.device)
     for start in range(0, queries, at_once):
         rows = slice(start, start + at_once)
         first = total_rows - queries + start
-        _partials(q[rows], inputs, partials, sums, first, scale)
+        _partials(q[rows], inputs, partials, sums, first, runs, scale)
         _merged(partials, sums, plan[:3], first, out[rows], None if gate is None else gate[rows], heads)
     return out
 
 
 def _partials(
-    q: Tensor, inputs: tuple[Tensor, ...], partials: Tensor, sums: Tensor, first_query: int, scale: float
+    q: Tensor, inputs: tuple[Tensor, ...], partials: Tensor, sums: Tensor, first_query: int, runs: int, scale: float
 ) -> None:
     queries, heads, dim = q.shape
-    k_new, v_new, k_cache, _, block_tables, *_, paths, _ = inputs
+    _, v_new, k_cache, _, block_tables, *_, paths, _ = inputs
     _, kv_heads, page_size, _ = k_cache.shape
     group, num_blocks = heads // kv_heads, partials.shape[2]
     own_tile = max(16, next_power_of_2(group))
     rows_a_sequence = triton.cdiv(queries, block_tables.shape[0])
     tile, stages, num_warps = choose_tile(rows_a_sequence * group, own_tile)
     own_rows = 1 if queries <= 64 else 8
-    # As many runs as sequences, and padding; among a draft's earlier rows, which come in any order, any number.
-    runs = min(queries, block_tables.shape[0] + 1) if len(k_new) == queries else len(k_new)
     tiles = triton.cdiv(queries, tile // group) + runs
     programs = triton.cdiv(queries, own_rows) * OWN_BLOCKS.value + tiles * num_blocks
     counts = (queries, first_query, num_blocks, block_tables.shape[1], paths.shape[1])

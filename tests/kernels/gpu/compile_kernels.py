@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the Triton kernels of named shapes for an architecture, without a GPU: python compile_kernels.py 90 27b 1,32.
+"""Compiles the Triton kernels of named shapes for an architecture, without a GPU: compile_kernels.py 90 27b 1,32.
 
 Prints a line a kernel: registers, bytes spilled (stack), shared memory, and for the delta rule the layouts of its sums
 over keys. Run by test_gpu_kernels.py in a process of its own, since it replaces Triton's driver.
