@@ -208,3 +208,15 @@ def test_an_op_whose_bits_depend_on_the_rows_is_not_timed() -> None:
 
     with pytest.raises(ValueError, match="row 5 of 8 has other bits than alone; not timed"):
         script["measure"]([script["Op"]("nudged", nudged, sound.walk)], 1)
+
+
+def test_resume_asks_cold_and_resumed(checkpoint: Path, tmp_path: Path) -> None:
+    result = run(
+        *("resume", "--checkpoint", checkpoint, "--tokens", 64, "--tokens", 700, "--json", tmp_path / "out.json")
+    )
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "out.json").read_text())
+    # 700 is more than the checkpoint's context, and a prompt that was asked is known but for nothing.
+    assert [(line["tokens"], line["cached_tokens"]) for line in report["lengths"]] == [(64, 64), (700, 700)]
+    assert all(line["cold_ms"] > 0 and line["resumed_ms"] > 0 for line in report["lengths"])
+    assert "speed-up" in result.stdout

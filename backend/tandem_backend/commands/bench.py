@@ -227,6 +227,32 @@ def _measure_gpu(shape: str | None, checkpoint: Path | None, repeats: int) -> di
         return GpuBench(write_shape(shape, directory), random_weights=True, repeats=repeats, say=_say).run()
 
 
+@bench.command()
+@_checkpoint_option
+@click.option(
+    "--tokens",
+    "lengths",
+    type=click.IntRange(min=64),
+    multiple=True,
+    default=(1024, 4096, 16384, 32768),
+    show_default=True,
+    help="Prompt lengths; may be repeated.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Figures are medians.")
+@click.option("--json", "json_file", type=_NEW_FILE, callback=_in_a_folder, help="Write the result here too.")
+def resume(checkpoint: Path, lengths: tuple[int, ...], repeats: int, json_file: Path | None) -> None:
+    """Time to first token of a prompt, cold and resumed.
+
+    Each prompt is asked with nothing cached, then again with 16 tokens more, as the next turn of a conversation. A
+    checkpoint whose context is shorter is given a longer one. Cold prompts of 32k tokens take minutes on a CPU.
+    """
+    from tandem_backend.benchmarks.environment import num_usable_cores
+    from tandem_backend.benchmarks.resume import measure_resume, render_resume
+
+    result = _measured(lambda: measure_resume(checkpoint, lengths, repeats, num_usable_cores(), _say))
+    _report(result, render_resume, json_file)
+
+
 def _say(text: str) -> None:
     click.echo(text, err=True)
 

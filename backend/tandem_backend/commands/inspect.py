@@ -27,6 +27,10 @@ if TYPE_CHECKING:  # torch and transformers take seconds to import: only when th
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens a prompt.")
 @click.option("--limit", type=click.IntRange(min=1), help="Take the first prompts only.")
+@click.option("--memory", is_flag=True, help="Tell what sequences take, as admission counts it.")
+@click.option(
+    "--context", type=click.IntRange(min=1), help="With --memory: tokens.  [default: the checkpoint's context]"
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def inspect(
     checkpoint: Path,
@@ -34,6 +38,8 @@ def inspect(
     prompts: Path | None,
     max_tokens: int,
     limit: int | None,
+    memory: bool,
+    context: int | None,
     as_json: bool,
 ) -> None:
     """Print what CHECKPOINT, a Hugging Face directory, is.
@@ -44,10 +50,14 @@ def inspect(
     """
     if compare_transformers != (prompts is not None):
         raise click.UsageError("--compare-transformers and --prompts go together")
+    if context is not None and not memory:
+        raise click.UsageError("--context goes with --memory")
     try:
         report = _describe(checkpoint)
         if not as_json:
             click.echo(_render(report))
+        if memory:
+            _add_memory(checkpoint, context, report, as_json=as_json)
         if prompts is not None:
             totals = _compare(checkpoint, prompts, max_tokens, limit, report if as_json else None)
     except TandemError as error:
@@ -62,6 +72,15 @@ def _describe(checkpoint: Path) -> dict[str, Any]:
     from tandem_backend.commands.describe_checkpoint import describe_checkpoint
 
     return describe_checkpoint(checkpoint)
+
+
+def _add_memory(checkpoint: Path, context: int | None, report: dict[str, Any], *, as_json: bool) -> None:
+    """Into `report`, and to the terminal unless that gets JSON."""
+    from tandem_backend.commands.describe_memory import describe_memory, render_memory
+
+    report["memory"] = describe_memory(checkpoint, context)
+    if not as_json:
+        click.echo(render_memory(report["memory"]))
 
 
 def _compare(
