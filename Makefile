@@ -8,7 +8,7 @@ KERNEL_SOURCES := $(wildcard kernels/tandem_kernels/cpu/*.[ch]) kernels/build_ke
 KERNELS := kernels/tandem_kernels/cpu/tandem_cpu_v3.so kernels/tandem_kernels/cpu/tandem_cpu_v4.so
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: help install build demo serve test test-gpu check bench clean
+.PHONY: help install build demo serve test test-gpu soak check bench clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -32,6 +32,10 @@ test-gpu: $(INSTALLED) ## on a machine with a CUDA device: bit equality of kerne
 	@TANDEM_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/engine/test_exactness.py tests/engine/test_rounds.py tests/engine/test_sessions.py $(ARGS)
 	@$(BIN)/tandem verify --max-tokens 64
 	@$(BIN)/python -m pytest tests/e2e/test_server.py $(ARGS)
+
+SECONDS ?= 600
+soak: install ## mixed requests, reloads and kills for 10 minutes: nothing lost, leaked or changed (SECONDS=60: one minute)
+	@TANDEM_SOAK_SECONDS=$(SECONDS) $(BIN)/python -m pytest tests/soak -m soak $(ARGS)
 
 check: install ## format check, lint and type check
 	$(BIN)/ruff format --check .
