@@ -37,6 +37,7 @@ def small_repository(folder: Path) -> Path:
         (folder / name / "1").mkdir(parents=True)
         shutil.copy(MODEL_REPOSITORY / name / "1" / "model.py", folder / name / "1" / "model.py")
         shutil.copy(MODEL_REPOSITORY / name / "config.pbtxt", folder / name / "config.pbtxt")
+    shutil.copytree(MODEL_REPOSITORY / "tandem" / "warmup", folder / "tandem" / "warmup")
     (folder / "tandem" / "1" / "model.py").write_text(FAULTY_MODEL)
     config = folder / "tandem" / "config.pbtxt"
     text = config.read_text()

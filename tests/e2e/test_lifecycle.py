@@ -72,7 +72,7 @@ def num_ended(server: TritonServer) -> float:
 
 
 def regions(server: TritonServer) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"{server._shm_prefix}*"))
+    return list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
 
 
 @pytest.mark.timeout(2 * READY_S)

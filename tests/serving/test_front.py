@@ -3,10 +3,13 @@
 
 import gc
 import json
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from fakes.pb_utils import (
     TritonError,
     TritonModelException,
 )
+from tandem_backend.serving import front as front_module
 from tandem_backend.serving.front import TritonPythonModel
 
 Handler = Callable[[InferenceRequest], Iterator[InferenceResponse]]
@@ -115,6 +119,41 @@ def test_cancelling_stops_the_inner_request(serve: Callable[..., Inner]) -> None
     assert request.sender.num_finals == 1
 
 
+def test_cancelling_before_the_first_response(serve: Callable[..., Inner]) -> None:
+    """As of a whole answer: Triton server's exec() returns with the first response."""
+
+    def whole(_: InferenceRequest) -> Iterator[InferenceResponse]:
+        assert InferenceRequest.handler.stopped.wait(10)
+        return iter([text("never sent")])
+
+    request = InferenceRequest.of(text_input="x")
+    inner = serve(whole, request)
+    while not inner.requests:
+        time.sleep(0.005)
+    request.sender.cancelled = True
+    assert request.sender.wait() == []
+    assert request.sender.num_finals == 1
+
+
+def test_a_stop_that_came_too_early_is_repeated(serve: Callable[..., Inner], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_module, "STOP_INTERVAL_S", 0.1)
+    done = threading.Event()
+
+    def late(_: InferenceRequest) -> Iterator[InferenceResponse]:
+        assert done.wait(10)
+        return iter([InferenceResponse([])])
+
+    request = InferenceRequest.of(text_input="x")
+    inner = serve(late, request)
+    request.sender.cancelled = True
+    deadline = time.monotonic() + 10
+    while len(inner.requests) < 3 and request.sender.num_finals == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    done.set()
+    request.sender.wait()
+
+
 def test_cancelling_uses_the_iterator_where_it_can(serve: Callable[..., Inner]) -> None:
     class Cancellable:
         def __init__(self) -> None:
@@ -202,3 +241,15 @@ def test_an_iterator_outlives_the_question_after_its_end(serve: Callable[..., In
         assert time.monotonic() < deadline
         gc.collect()
         time.sleep(0.01)
+
+
+def test_the_front_loads_no_engine() -> None:
+    """Its stub would need hundreds of megabytes and many seconds for what it never uses."""
+    program = (
+        "import sys; from fakes import pb_utils; sys.modules['triton_python_backend_utils'] = pb_utils\n"
+        "import tandem_backend.serving.front\n"
+        "print([name for name in ('torch', 'tandem_kernels', 'tandem_backend.engine') if name in sys.modules])"
+    )
+    tests = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", program], cwd=tests, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

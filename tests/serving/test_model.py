@@ -13,7 +13,7 @@ from fakes.pb_utils import InferenceRequest, Metric, TritonError, TritonModelExc
 from tandem_backend.config import EngineConfig
 from tandem_backend.serving import model as model_module
 from tandem_backend.serving.model import TritonPythonModel
-from tandem_backend.serving.response import passed_error
+from tandem_backend.serving.triton_errors import passed_error
 from tandem_backend.types import FinishReason
 
 SCRIPTS = {

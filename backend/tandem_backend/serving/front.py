@@ -17,11 +17,11 @@ import triton_python_backend_utils as pb_utils
 
 from tandem_backend.errors import InternalError, UnavailableError
 from tandem_backend.serving.ended_iterators import EndedIterators
-from tandem_backend.serving.loop import POLL_INTERVAL_S, REPORT_INTERVAL_S, poll_pause_s
 from tandem_backend.serving.model_config import reports_metrics, string_parameters
+from tandem_backend.serving.polling import POLL_INTERVAL_S, poll_pause_s
 from tandem_backend.serving.registry import Registry
 from tandem_backend.serving.request import ERROR_PARAMETER, FLAG_SEQUENCE_END, FLAG_SEQUENCE_START
-from tandem_backend.serving.response import ERROR_OUTPUT, FINAL, passed_error, triton_error
+from tandem_backend.serving.triton_errors import ERROR_OUTPUT, FINAL, passed_error, triton_error
 from tandem_backend.serving.watchdog import exit_with_parent
 
 # START and END in one request: Triton server frees the sequence's slot at once, the engine its state at the end.
@@ -29,6 +29,8 @@ ONE_SHOT = FLAG_SEQUENCE_START | FLAG_SEQUENCE_END
 # More than the engine's default max_active + max_queued, so that usually the engine is the one that refuses.
 DEFAULT_MAX_REQUESTS = 300
 NUM_CLOSERS = 4
+STOP_INTERVAL_S = 1.0
+BEAT_INTERVAL_S = 1.0
 HEARTBEAT = "tandem_heartbeat_timestamp_seconds"  # as `tandem` has one: see supervisor.py
 
 
@@ -43,16 +45,18 @@ class _Forwarded:
 
     sequence_id: str
     sender: Any
-    responses: Any  # the BLS response iterator
     ended_iterators: EndedIterators
+    responses: Any = None  # the BLS response iterator, from the first response on
     cancelled: bool = False
+    next_stop_s: float = 0.0
     ended: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def end(self) -> None:
         """All responses were read. Asking once more lets go of them."""
-        self.ended_iterators.hold(self.responses)
-        self.is_cancelled()
+        if self.responses is not None:
+            self.ended_iterators.hold(self.responses)
+            self.is_cancelled()
         with self.lock:
             self.ended = True
 
@@ -127,15 +131,17 @@ class TritonPythonModel:
             timeout=request.timeout(),
             parameters={**_bls_parameters(request.parameters()), ERROR_PARAMETER: True},
         )
-        forwarded = _Forwarded(sequence_id, sender, inner.exec(decoupled=True), self._ended_iterators)
+        forwarded = _Forwarded(sequence_id, sender, self._ended_iterators)
         with self._lock:
             self._live[sequence_id] = forwarded
         try:
+            forwarded.responses = inner.exec(decoupled=True)  # returns with the first response
             self._pass_on(forwarded)
-        except BaseException:  # a response could not be sent: nobody is left to generate for
-            self._cancel(forwarded)
-            for _ in forwarded.responses:
-                pass
+        except BaseException:
+            if forwarded.responses is not None:  # a response could not be sent: nobody is left to generate for
+                self._cancel(forwarded)
+                for _ in forwarded.responses:
+                    pass
             raise
         finally:
             forwarded.end()
@@ -147,7 +153,7 @@ class TritonPythonModel:
             if forwarded.cancelled:
                 continue
             tensors = response.output_tensors()  # held here: send() would free those it drops without the GIL
-            error = response.error() if response.has_error() else passed_error(response)
+            error = _error(response)
             if error is not None:
                 forwarded.sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error))
             elif tensors:  # the empty one only carries the FINAL flag
@@ -160,13 +166,13 @@ class TritonPythonModel:
             begun_s = time.monotonic()
             if self._registry is not None and time.monotonic() >= next_beat_s:
                 self._registry.gauge(HEARTBEAT, "When the front's watcher last came by, since 1970", time.time())
-                next_beat_s = time.monotonic() + REPORT_INTERVAL_S
+                next_beat_s = time.monotonic() + BEAT_INTERVAL_S
             with self._lock:
                 live = list(self._live.values())
             for forwarded in live:
-                if forwarded.is_cancelled():
-                    with self._lock:
-                        self._live.pop(forwarded.sequence_id, None)
+                # Again until it has ended: the first time `tandem` may not have seen the request yet.
+                if forwarded.is_cancelled() and time.monotonic() >= forwarded.next_stop_s:
+                    forwarded.next_stop_s = time.monotonic() + STOP_INTERVAL_S
                     self._closers.submit(self._cancel, forwarded)
             pause_s = poll_pause_s(begun_s)
 
@@ -180,16 +186,22 @@ class TritonPythonModel:
                 model_name=self._model_name,
                 correlation_id=forwarded.sequence_id,
                 flags=ONE_SHOT,
-                requested_output_names=["text_output"],
+                requested_output_names=["text_output", ERROR_OUTPUT],
                 inputs=[pb_utils.Tensor("stop", np.array([True]))],
+                parameters={ERROR_PARAMETER: True},
             )
             responses = stop.exec(decoupled=True)
-            errors = [response.error().message() for response in responses if response.has_error()]
+            errors = [error.message() for error in map(_error, responses) if error is not None]
             self._ended_iterators.hold(responses)
             if errors:
                 raise InternalError(errors[0])
         except Exception as error:
             pb_utils.Logger.log_warn(f"a cancelled request could not be stopped: {error}")
+
+
+def _error(response: Any) -> Any | None:
+    """The error in a response of `tandem`, Triton server's or our own."""
+    return response.error() if response.has_error() else passed_error(response)
 
 
 def _bls_parameters(parameters: str) -> dict[str, str | int | bool]:

@@ -72,7 +72,7 @@ class TritonServer:
         self._ready_timeout_s = ready_timeout_s
         self._exit_timeout_s = exit_timeout_s
         # Servers that share /dev/shm must not share names, and what a killed one leaves must be found again.
-        self._shm_prefix = f"tandem_{os.getpid()}_{secrets.token_hex(4)}_"
+        self.shm_prefix = f"tandem_{os.getpid()}_{secrets.token_hex(4)}_"
         self._run_dir: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -152,7 +152,7 @@ class TritonServer:
             f"--model-repository={self._model_repository.absolute()}",
             f"--backend-directory={installation.assemble_backend_dir(self._run_dir)}",
             f"--backend-config=python,thread-pool-size={_BLS_THREADS}",
-            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            f"--backend-config=python,shm-region-prefix-name={self.shm_prefix}",
             f"--exit-timeout-secs={self._exit_timeout_s + _ANSWER_S}",
             *self._control_args(),
             *(f"--{name}-address={self._host}" for name in ("http", "grpc", "metrics")),
@@ -220,7 +220,7 @@ class TritonServer:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        for region in _SHARED_MEMORY.glob(f"{self._shm_prefix}*"):
+        for region in _SHARED_MEMORY.glob(f"{self.shm_prefix}*"):
             region.unlink(missing_ok=True)
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tandem_backend.errors import InternalError, TandemError, UnavailableError
 from tandem_backend.serving.outbox import Outbox
+from tandem_backend.serving.polling import POLL_INTERVAL_S, poll_pause_s
 from tandem_backend.serving.response import Responder
 from tandem_backend.types import EngineCounters, FinishReason, SequenceId, StepOutput
 
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from tandem_backend.engine import Engine, PreparedRequest
 
 SWEEP_INTERVAL_S = 5.0
-# Between two looks at who has cancelled, at least. One costs 0.1 ms a request.
-POLL_INTERVAL_S = 0.02
-POLL_SHARE = 20
 REPORT_INTERVAL_S = 1.0
 # After the end of a request: soon, and once for all that end together.
 END_REPORT_DELAY_S = 0.1
@@ -59,7 +57,8 @@ class EngineLoop:
         self._outbox = Outbox(stream_interval_s)
         self._lock = threading.Lock()  # guards _live and _refusal
         self._live: dict[str, Responder] = {}
-        self._refusal: str | None = None  # why new requests are refused
+        self._refusal: str | None = None  # why requests are refused, closing sequences included
+        self._draining = False
         self._stopping = threading.Event()
         self._in_engine: set[str] = set()  # engine thread only
         self._cancelling: set[str] = set()  # sender thread only
@@ -74,6 +73,8 @@ class EngineLoop:
 
     def submit(self, prepared: "PreparedRequest", responder: Responder) -> None:
         """Run a request; its responder gets all outputs. Raises UnavailableError after drain() and stop()."""
+        if self._draining:
+            raise UnavailableError("the server is shutting down")
         self._register(prepared.request.request_id, responder)
         self._commands.put(partial(self._add, prepared))
 
@@ -92,9 +93,8 @@ class EngineLoop:
         self._commands.put(partial(self._engine.end_sequence, sequence_id))
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse what comes from now on; what still runs after `timeout_s` is answered with UNAVAILABLE."""
-        with self._lock:
-            self._refusal = "the server is shutting down"
+        """Refuse new requests from now on; what still runs after `timeout_s` is answered with UNAVAILABLE."""
+        self._draining = True
         timer = threading.Timer(timeout_s, self._outbox.call, [self._end_all])
         timer.daemon = True
         timer.start()
@@ -269,14 +269,6 @@ class EngineLoop:
     def _snapshot(self) -> dict[str, Responder]:
         with self._lock:
             return dict(self._live)
-
-
-def poll_pause_s(begun_s: float) -> float:
-    """Until the next look at who has cancelled, after one that began at `begun_s` by time.monotonic().
-
-    Many requests are looked at less often: it must not take more than a twentieth of a thread's time.
-    """
-    return max(POLL_INTERVAL_S, POLL_SHARE * (time.monotonic() - begun_s))
 
 
 def _internal(error: Exception) -> InternalError:

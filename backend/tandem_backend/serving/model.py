@@ -100,7 +100,8 @@ class TritonPythonModel:
             return
         if parsed.request is None:
             assert parsed.sequence_id is not None
-            self._loop.close_sequence(parsed.sequence_id, request_id, Responder(sender, parsed.options))
+            responder = Responder(sender, parsed.options, error_as_output=wants_error_output(request))
+            self._loop.close_sequence(parsed.sequence_id, request_id, responder)
             return
         observer.prompt = parsed.request.prompt
         prepared = self._engine.prepare(parsed.request)

@@ -13,12 +13,9 @@ from tandem_backend.errors import InternalError, TandemError
 from tandem_backend.serving.answer import AnswerReader, Piece
 from tandem_backend.serving.answer_fields import ReasoningFormat
 from tandem_backend.serving.request import ResponseOptions
+from tandem_backend.serving.triton_errors import FINAL, error_output, triton_error
 from tandem_backend.types import FinishReason, PromptLogprob, RequestStats, StepOutput, TopLogprobs
 
-FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# An error that `tandem` sends to `tandem_generate` travels as an output: an error response over BLS, beside streams of
-# other requests, crashes Triton server within seconds (seen with 2.51).
-ERROR_OUTPUT = "error"
 FAILED = "error"  # the outcome of a request that got no finish reason
 # vLLM's text while a request runs; its clients compare with it.
 NO_FINISH_REASON = "None"
@@ -125,8 +122,7 @@ class Responder:
     def _error_response(self, error: TandemError) -> Any:
         if not self._error_as_output:
             return pb_utils.InferenceResponse(output_tensors=[], error=triton_error(error))
-        text = json.dumps({"code": error.code, "message": str(error)})
-        return pb_utils.InferenceResponse([pb_utils.Tensor(ERROR_OUTPUT, np.array([text.encode()], dtype=object))])
+        return pb_utils.InferenceResponse([error_output(error)])
 
     def _send(self, response: Any, ended: Ended | None) -> None:
         """Send a response, the last one where the request has ended."""
@@ -192,22 +188,6 @@ def _prompt_entry(entry: PromptLogprob | None) -> dict[str, Any] | None:
 
 def _top_entries(top: TopLogprobs) -> list[dict[str, Any]]:
     return [{"token_id": token_id, "logprob": logprob} for token_id, logprob in top]
-
-
-def passed_error(response: Any) -> Any | None:
-    """The error in a response's error output, as Triton's; None where it has none."""
-    tensor = next((tensor for tensor in response.output_tensors() if tensor.name() == ERROR_OUTPUT), None)
-    if tensor is None:
-        return None
-    values = json.loads(tensor.as_numpy()[0])
-    return pb_utils.TritonError(
-        f"[{values['code']}] {values['message']}", getattr(pb_utils.TritonError, values["code"])
-    )
-
-
-def triton_error(error: TandemError) -> Any:
-    """Triton's error of the same status; the status is in the text too, because HTTP generate always answers 400."""
-    return pb_utils.TritonError(error.wire(), getattr(pb_utils.TritonError, error.code))
 
 
 def _perf_columns(stats: RequestStats) -> list[tuple[str, bool, Any, list[Any]]]:
