@@ -18,6 +18,7 @@ from tandem_backend.config import EngineConfig
 from tandem_backend.engine import Engine
 from tandem_backend.errors import ConfigError
 from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
+from tandem_backend.model.config import load_model_config
 from tandem_backend.model.graphs import CudaRecorder, GraphLimits, GraphPasses
 from tandem_backend.model.passes import LaunchedPasses, Passes
 from tandem_backend.model.random_weights import RandomWeights
@@ -30,6 +31,7 @@ PREFILLS = (1024, 8192)
 CHUNK = 1024  # prompt rows of a pass
 STEP_CONTEXT = 1024
 COPY_BYTES = 4 << 30
+ROOM = 256  # tokens beyond a context: the rows of a step, and the tokens of the rounds that are timed
 SLOT = 0  # of the sequence that is measured, and of its blocks
 
 Say = Callable[[str], None]
@@ -44,7 +46,9 @@ class GpuBench:
             self.device = kernels.find_device("cuda")
         except RuntimeError as error:
             raise ConfigError(f"tandem bench gpu: {error}") from error
-        longest = max(CONTEXTS) + max(ROWS) + KV_BLOCK
+        context = load_model_config(checkpoint).max_position
+        self.contexts, self.prefills = ([n for n in sizes if n + ROOM <= context] for sizes in (CONTEXTS, PREFILLS))
+        longest = max(self.contexts) + ROOM
         config = EngineConfig(
             checkpoint=checkpoint,
             device="cuda",
@@ -73,9 +77,10 @@ class GpuBench:
         floor_ms = 1e3 * step_bytes / copy_bytes_s
         self.say(f"copy {copy_bytes_s / 1e9:.0f} GB/s, weights {step_bytes / 1e9:.2f} GB, floor {floor_ms:.3f} ms")
         ours = self._steps(self.engine.rounds.passes, STEP_CONTEXT)
-        prefill = {n: self._prefill(n) for n in PREFILLS}
-        contexts = {n: self._steps(self.engine.rounds.passes, n, (1, 8, 16)) for n in CONTEXTS if n != STEP_CONTEXT}
-        attention = {n: self._attention(n) for n in CONTEXTS}
+        prefill = {n: self._prefill(n) for n in self.prefills}
+        others = [n for n in self.contexts if n != STEP_CONTEXT]
+        contexts = {n: self._steps(self.engine.rounds.passes, n, (1, 8, 16)) for n in others}
+        attention = {n: self._attention(n) for n in self.contexts}
         round_ms = self._round_ms()
         library = self._library_steps()
         return {
