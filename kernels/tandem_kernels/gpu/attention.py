@@ -392,7 +392,7 @@ def _partials(
     group, num_blocks = heads // kv_heads, partials.shape[2]
     own_tile = max(16, next_power_of_2(group))
     rows_a_sequence = triton.cdiv(queries, block_tables.shape[0])
-    tile, stages, num_warps = choose_tile(rows_a_sequence * group, own_tile)
+    tile, stages, num_warps = choose_tile(rows_a_sequence * group, own_tile, num_blocks)
     own_rows = 1 if queries <= 64 else 8
     tiles = triton.cdiv(queries, tile // group) + runs
     programs = triton.cdiv(queries, own_rows) * OWN_BLOCKS.value + tiles * num_blocks
@@ -421,11 +421,12 @@ def _partials(
     )
 
 
-def choose_tile(pairs: int, own_tile: int) -> tuple[int, int, int]:
-    """Queries in a tile, stages and warps for so many pairs of row and query head; none of it changes a bit."""
+def choose_tile(pairs: int, own_tile: int, num_blocks: int) -> tuple[int, int, int]:
+    """Queries in a tile, stages and warps, for so many pairs of row and query head a sequence; changes no bit."""
     if pairs <= own_tile:
         return own_tile, 3, 8
-    return (64, 2, 8) if pairs <= 64 else (128, 2, 8)
+    few_keys = num_blocks <= 8 and pairs <= 1024
+    return (64, 2, 8) if pairs <= 64 or few_keys else (128, 2, 8)
 
 
 def _merged(

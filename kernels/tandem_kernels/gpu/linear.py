@@ -133,11 +133,11 @@ def choose_tiles(num_rows: int, num_outputs: int, num_inputs: int, *, is_gated: 
     """Measured on an H200, see kernels/README.md."""
     longest_k = max(next_power_of_2(num_inputs), 64)
     if num_rows > MAX_WIDE_ROWS:
-        few = num_outputs <= 8192
-        return Tiles(128, 128, 64, 4 if few else 8, 3 if is_gated else 4, False)
+        return Tiles(128, 128, 64, 8 if is_gated else 4, 4 if num_outputs <= 8192 else 3, False)
     rows = max(16, next_power_of_2(num_rows))
     if is_gated:
-        k, stages = (128, 2) if rows == 16 else (64, 3)
+        # Two programs a processor may be all there are; else three should fit.
+        k, stages = (64, 3) if rows > 16 else (128, 3) if num_outputs <= 16384 else (128, 2)
     elif num_outputs <= 8192:  # few programs: each needs more in flight
         k, stages = (256, 4) if rows <= 32 else (128, 6)
     else:
