@@ -19,8 +19,8 @@ FOLDER = Path(__file__).parent / "gpu"
 # Every kernel of a pass of so many rows: (architecture, shape, rows).
 QUICK = [("80", "4b", "1"), ("90", "27b", "1,32"), ("100", "4b", "1")]
 SLOW = [(arch, "27b,4b,plain,narrow", "1,32,64,1024") for arch in ("80", "90", "100")]
-# What ptxas may spill: attention's tiles of 64 and 128 queries of 256 dims leave it no register, nor does, after its loop,
-# the sum of a prefill's tile and its residual.
+# What ptxas may spill: attention's tiles of 64 and 128 queries of 256 dims leave it no register, nor does, after its
+# loop, the sum of a prefill's tile and its residual.
 ALLOWED_SPILL_BYTES = {"partial_kernel": 512, "linear_kernel": 256}
 
 
