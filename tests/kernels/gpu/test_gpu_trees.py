@@ -289,3 +289,41 @@ def test_a_plan_says_how_rows_descend(device: torch.device) -> None:
     leaves = sorted(set(range(len(batch.paths))) - set(batch.parents.tolist()))
     assert plan.leaves[: 1 + len(leaves)].tolist() == [len(leaves), *leaves]
     assert plan.runs[: len(starts)].tolist() == [len(starts) - 1, *starts[:-1]]
+
+
+HEAD_SIZES = [(3, 3, 16)] if IS_INTERPRETED else [(16, 1, 64), (4, 4, 128), (32, 2, 256), (6, 2, 80)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEAD_SIZES)
+def test_attention_of_other_heads(heads: int, kv_heads: int, dim: int, device: torch.device) -> None:
+    source, prefix, rows = Source(device, dim), 257, 4 if IS_INTERPRETED else 24
+    tables = scattered_tables(device, 1, 34)
+    batch = make_pass(device, [random_tree(source.generator, rows)], [prefix], tables, [0])
+    case = attention_case(source, rows, 34, heads, kv_heads, dim)
+    case.poison(batch, case.state)
+    got = case.run(batch, case.rows, case.state)
+    expected = case.reference(batch, case.rows, case.state)
+    assert (got.cpu().double() - expected).abs().max() <= case.tolerance * expected.abs().max()
+    path = max(batch.paths, key=len)
+    assert_same_bits(walk(case, batch, path), got[path])
+
+
+def test_attention_of_a_draft_that_grew_depth_by_depth(device: torch.device) -> None:
+    """Two sequences' rows in turn, queries the last three: each has the bits of its path alone, a chain."""
+    source, prefixes = Source(device, 1), [255, 3]
+    tables = scattered_tables(device, 2, 34)
+    parents, row_seqs = [-1, -1, -1, 0, 1, 2, 3, 3, 5], [0, 0, 1, 0, 0, 1, 0, 0, 1]
+    chains = make_pass(device, [[-1], [-1]], prefixes, tables, [0, 1])
+    ints = (torch.tensor(part, dtype=torch.int32, device=device) for part in (parents, row_seqs))
+    batch = replace(chains, **dict(zip(("parents", "row_seqs"), ints, strict=True)))
+    case = make_case("attention", source, len(parents), tables.numel())
+    case.poison(batch, case.state)
+    q, *keys_and_values = case.rows
+    got = case.run(batch, (q[-3:], *keys_and_values), case.state)
+    for i, row in enumerate(range(len(parents) - 3, len(parents))):
+        path = [row]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        seq = row_seqs[row]
+        alone = make_pass(device, [list(range(-1, len(path) - 1))], [prefixes[seq]], tables[seq : seq + 1], [0])
+        assert_same_bits(case.run(alone, tuple(x[path] for x in case.rows), case.state)[-1:], got[i : i + 1])
