@@ -220,3 +220,20 @@ def test_resume_asks_cold_and_resumed(checkpoint: Path, tmp_path: Path) -> None:
     assert [(line["tokens"], line["cached_tokens"]) for line in report["lengths"]] == [(64, 64), (700, 700)]
     assert all(line["cold_ms"] > 0 and line["resumed_ms"] > 0 for line in report["lengths"])
     assert "speed-up" in result.stdout
+
+
+def test_structured_holds_texts_with_a_schema_to_plain_decoding() -> None:
+    """On the bundled checkpoint: a tiny one has no words for JSON."""
+    bundled = Path(__file__).parents[2] / "model_repository" / "tandem" / "1" / "tandem-pydoc"
+    result = last_line(run("structured", "--checkpoint", bundled, "--max-tokens", 8, "--repeats", 1))
+    assert [row["side"] for row in result["rows"]] == [
+        "free text, none",
+        "free text, lookup+mtp",
+        "schema, none",
+        "schema, lookup+mtp",
+        "schema, forced",
+    ]
+    plain, drafted, forced = result["rows"][2:]
+    assert plain["num_tokens"] == drafted["num_tokens"] == forced["num_tokens"]
+    assert plain["tokens_per_round"] == 1 < forced["tokens_per_round"]
+    assert result["schema_over_free_plain"] > 0
