@@ -11,6 +11,7 @@ from triton_calls import MODEL_REPOSITORY
 IDLE_S = 3
 NUM_CANDIDATES = 6
 LIMITS = {"max_active": 2, "max_queued": 2, "max_sessions": 4, "queue_timeout_s": 3, "max_failed_rounds": 2}
+ADMIN_TOKEN = "the admin of the tests"
 FAULT = 8000  # a token id that makes every round fail that reads it
 
 FAULTY_MODEL = f"""
@@ -50,6 +51,6 @@ def small_repository(folder: Path) -> Path:
     config.write_text(text)
     engine = json.loads((MODEL_REPOSITORY / "tandem" / "1" / "engine.json").read_text())
     checkpoint = MODEL_REPOSITORY / "tandem" / "1" / engine["checkpoint"]
-    limits = engine | LIMITS | {"checkpoint": str(checkpoint), "self_test_rows": 0}
+    limits = engine | LIMITS | {"checkpoint": str(checkpoint), "self_test_rows": 0, "admin_token": ADMIN_TOKEN}
     (folder / "tandem" / "1" / "engine.json").write_text(json.dumps(limits))
     return folder

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches of a real Triton server: what a second request saves, whose caches it sees, and who may clear them."""
+
+import json
+from typing import Any
+
+from small_server import ADMIN_TOKEN
+from triton_calls import metrics, post, wait_until
+
+TEXT = "The quick brown fox reads a file line by line and counts the words in it. " * 4
+
+
+def generate(server: Any, **values: Any) -> dict[str, Any]:
+    body = {"text_input": TEXT, "max_tokens": 6, "exclude_input_in_output": True, "return_perf_metrics": True, **values}
+    status, reply = post(server.http_url, "generate", body)
+    assert status == 200, reply
+    answer: dict[str, Any] = reply
+    return answer
+
+
+def clear(server: Any, token: str) -> tuple[int, Any]:
+    return post(server.http_url, "generate", {"text_input": "", "admin": "clear_caches", "admin_token": token})
+
+
+def test_a_prompt_is_computed_once_a_tenant_and_an_admin_clears_it(small_server: Any) -> None:
+    answers = [generate(small_server, cache_salt=salt) for salt in ("a", "a", "b")]
+    cached = [answer["num_cached_tokens"] for answer in answers]
+    assert (cached[0], cached[2]) == (0, 0)
+    assert cached[1] > 50
+    assert len({answer["text_output"] for answer in answers}) == 1
+    assert not any(answer["is_cached_response"] for answer in answers)
+    wait_until(lambda: metrics(small_server)['tandem_cache_hits_total{cache="prefix"}'] > 0)
+    assert metrics(small_server)["tandem_prefix_cache_bytes"] > 0
+    status, reply = clear(small_server, "not the token")
+    assert status == 400
+    assert "[INVALID_ARG] admin_token: is not this model's" in reply["error"]
+    status, reply = clear(small_server, ADMIN_TOKEN)
+    assert status == 200
+    assert json.loads(reply["text_output"])["prefix"] >= 4
+    again = generate(small_server, cache_salt="a")
+    assert (again["num_cached_tokens"], again["text_output"]) == (0, answers[0]["text_output"])
+
+
+def test_a_server_without_a_token_takes_no_admin_requests(server: Any) -> None:
+    status, reply = clear(server, "")
+    assert status == 400
+    assert "[INVALID_ARG] admin: this model takes no admin requests" in reply["error"]
