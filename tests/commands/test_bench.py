@@ -237,3 +237,8 @@ def test_structured_holds_texts_with_a_schema_to_plain_decoding() -> None:
     assert plain["num_tokens"] == drafted["num_tokens"] == forced["num_tokens"]
     assert plain["tokens_per_round"] == 1 < forced["tokens_per_round"]
     assert result["schema_over_free_plain"] > 0
+
+
+def test_no_figure_is_better_because_a_prompt_was_asked_before(checkpoint: Path) -> None:
+    config = bench_config(checkpoint, (), num_threads=1, max_active=1)
+    assert (config.prefix_cache_bytes, config.response_cache_bytes) == (0, 0)

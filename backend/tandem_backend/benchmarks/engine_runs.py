@@ -19,13 +19,17 @@ class TextsDifferError(TandemError):
 
 
 def bench_config(checkpoint: Path, drafters: Sequence[str], num_threads: int, max_active: int) -> EngineConfig:
-    """The defaults but for three: no self-test, few sessions, and requests that come together begin together."""
+    """The defaults but for four: no self-test, few sessions, no prefix cache, and requests that come together begin so.
+
+    With a prefix cache a prompt would be cheap for having been asked before.
+    """
     return EngineConfig(
         checkpoint=checkpoint,
         drafters=tuple(drafters),
         num_threads=num_threads,
         max_active=max_active,
         max_sessions=1,
+        prefix_cache_bytes=0,
         joint_prefill_rows=ALL_PROMPT_ROWS,
         self_test_rows=0,
     )

@@ -58,6 +58,7 @@ class GpuBench:
             max_prefill_rows=CHUNK,
             max_graph_rows=max(ROWS),
             kv_cache_bytes=8 << 30,
+            prefix_cache_bytes=0,
             max_context_len=longest,
             request_log="off",
         )
