@@ -9,6 +9,7 @@ import pytest
 import torch
 from cold_state import ColdStates, tokens
 from engine_driver import EngineDriver, Plain, Result, engine_config, live_sequences, num_different
+from fakes.tiny_model import tiny_checkpoint
 from session_requests import start, turn
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.scripted import ScriptedDrafter
@@ -209,3 +210,16 @@ def test_it_can_be_turned_off(hybrid: Path) -> None:
     driver = new_driver(hybrid, prefix_cache_bytes=0)
     assert [num_cached(ask(driver, LONG)) for _ in range(2)] == [0, 0]
     assert driver.engine.scheduler.cache.num_bytes == 0
+
+
+def test_without_recurrent_layers_a_request_resumes_at_any_token(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tmp_path, "llama", vocab_size=31)
+    plain, cold = Plain(checkpoint), ColdStates(checkpoint, MAX_LEN)
+    driver = new_driver(checkpoint, drafters=("lookup",))
+    ask(driver, LONG)
+    for length in (1, 63, 64, 65, 128, 149):
+        text = (*LONG[:length], 30, 29, 28)
+        result = ask(driver, text)
+        assert num_cached(result) == length
+        assert num_different(result, plain.run(text, PARAMS)) == 0
+    assert cold.num_wrong_anchors(driver.engine) == 0

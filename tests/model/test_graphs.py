@@ -2,6 +2,7 @@
 """Captured passes give the bits of launched ones, whatever is in a bucket's padding."""
 
 import random
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,8 @@ from model_driver import Driver, Rows
 from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.graphs import GraphLimits, GraphPasses
-from tandem_backend.model.state import allocate_state
+from tandem_backend.model.passes import LaunchedPasses, Passes
+from tandem_backend.model.state import KVLayer, RecurrentLayer, allocate_state
 from tandem_backend.model.static_rows import Bucket
 
 
@@ -127,3 +129,30 @@ def test_row_costs_are_a_staircase_that_never_falls(decoder: Decoder) -> None:
     assert [rows for rows, _ in costs] == [1, 2, 3, 4, 5, 8]
     assert all(a <= b for (_, a), (_, b) in pairwise(costs))
     assert costs[2][1] == costs[3][1] > 0
+
+
+@pytest.mark.parametrize("make_passes", [LaunchedPasses, rerun_passes])
+def test_a_commit_in_parts_is_a_whole_one(decoder: Decoder, make_passes: Callable[..., Passes]) -> None:
+    """The prefix cache stops a commit wherever it wants the recurrent state, also within an accepted draft."""
+    chunk = SequenceRows(list(range(3, 15)), 0, 0, [0, 1], logit_rows=[])
+    tree = SequenceRows([5, 6, 7, 8], 3, 1, [2, 3], parents=[-1, 0, 0, 2])
+    whole_paths: list[list[int]] = [list(range(12)), [0, 2, 3]]
+    states = []
+    for parts in ([(12, 3)], [(5, 0), (5, 2), (12, 3)], [(1, 1), (2, 3), (12, 3)]):
+        state = allocate_state(decoder.config, 4, 2, block=8)
+        passes = make_passes(decoder, state)
+        first = build_batch([SequenceRows([9, 8, 7], 0, 1, [2, 3], logit_rows=[])])
+        passes.commit(passes.forward(first), first, [[0, 1, 2]])
+        batch = build_batch([chunk, tree])
+        result, done = passes.forward(batch), (0, 0)
+        for ends in parts:
+            spans = zip(whole_paths, done, ends, strict=True)
+            passes.commit(result, batch, [path[start:end] for path, start, end in spans], done)
+            done = ends
+        states.append(torch.cat([part.flatten() for layer in state.layers for part in vars_of(layer)]))
+    for state_in_parts in states[1:]:
+        assert_same_bits(state_in_parts, states[0])
+
+
+def vars_of(layer: KVLayer | RecurrentLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    return (layer.keys, layer.values) if isinstance(layer, KVLayer) else (layer.conv, layer.delta)
