@@ -157,6 +157,7 @@ def test_soak(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with reloading(server, ledger), sending(traffic, SECONDS / 3):
             pass
         wait_until_idle(server)
+        traffic.burst(4 * PARALLEL)
         with verifying(server, prompts, verified), sending(traffic, SECONDS / 5):
             pass
         wait_until_idle(server)

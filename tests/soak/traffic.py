@@ -70,6 +70,19 @@ class Traffic:
         for thread in self._threads:
             thread.join()
 
+    def burst(self, number: int) -> None:
+        """So many answers at once: every pool then has the threads that it needs later."""
+
+        def send(seed: int) -> None:
+            with self._ledger.request("burst"):
+                self._whole_by_http(random.Random(seed))
+
+        threads = [threading.Thread(target=send, args=(seed,)) for seed in range(number)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
     def close(self) -> None:
         self._client.close()
 
