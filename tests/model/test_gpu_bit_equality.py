@@ -2,6 +2,7 @@
 """On a CUDA device (`make test-gpu`): launched or captured, any chunks and any tree have the bits of a plain walk."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,22 @@ def test_a_graph_has_the_bits_of_launched_ops(decoder: Decoder) -> None:
         assert_same_bits(got, expected)
     for mine, theirs in zip(launched.tensors(), graphs.tensors(), strict=True):
         assert_same_bits(mine.flatten(1), theirs.flatten(1))
+
+
+def test_a_graph_keeps_what_it_reads() -> None:
+    """Tensors of the recorded function alone are not freed for others to write over."""
+    device = torch.device("cuda", 0)
+    recorder, out = CudaRecorder(device), torch.zeros(1000, device=device)
+
+    def record(numbers: torch.Tensor) -> Callable[[], None]:
+        def run() -> None:
+            out.copy_(numbers)
+
+        return recorder.record(run)
+
+    replay = record(torch.arange(1000.0, device=device))
+    others = [torch.full((1000,), float("nan"), device=device) for _ in range(100)]
+    replay()
+    recorder.wait()
+    assert torch.equal(out.cpu(), torch.arange(1000.0))
+    assert len(others) == 100

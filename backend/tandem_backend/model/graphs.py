@@ -56,6 +56,7 @@ class CudaRecorder:
         self.device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._recorded: list[Callable[[], None]] = []  # a graph knows addresses alone: these keep what they read alive
         torch.cuda.empty_cache()
         self._free_before = torch.cuda.mem_get_info(device)[0]
 
@@ -71,6 +72,7 @@ class CudaRecorder:
             finally:
                 graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._recorded.append(run)
         return graph.replay
 
     def wait(self) -> None:
