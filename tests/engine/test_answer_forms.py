@@ -14,6 +14,7 @@ from answer_forms import FORMS, SCHEMA, TOOLS, ask, grammar, json_schema
 from engine_driver import EngineDriver, Result, engine_config, num_different
 from tandem_backend.config import MIB
 from tandem_backend.engine.drafters.scripted import ScriptedDrafter
+from tandem_backend.engine.tokenizer import Tokenizer
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import (
     FinishReason,
@@ -124,7 +125,15 @@ def test_forced_tokens_are_drafted_and_taken(bundled: Path, plain: dict[str, Res
     assert driver.engine.counters().drafter_tokens["forced"] == (drafted, accepted)
 
 
+DEEP: dict[str, Any] = {"type": "string"}
+for _ in range(400):
+    DEEP = {"type": "array", "items": DEEP}
+
 REFUSED = [
+    (json_schema(DEEP), "structured_outputs: recursion limit"),
+    (grammar(GrammarKind.REGEX, "(" * 5000 + ")" * 5000), "structured_outputs: .*invalid regex"),
+    (grammar(GrammarKind.GRAMMAR, "start: " + "(" * 5000 + ")" * 5000), "too deeply nested"),
+    (grammar(GrammarKind.GRAMMAR, "root ::= " + "(" * 5000 + ")" * 5000), "recursion"),
     (json_schema({"type": "array", "uniqueItems": True}), "structured_outputs: .*not supported: uniqueItems"),
     (json_schema({"not": {"type": "string"}}), "structured_outputs: .*not supported: not"),
     (json_schema({"properties": {"a": {"if": {}, "then": {}}}}), "not supported: if, then"),
@@ -171,6 +180,16 @@ def test_a_checkpoint_without_a_tokenizer_refuses_forms(hybrid: Path) -> None:
     for params in (SamplingParams(grammar=json_schema({})), SamplingParams(max_reasoning_tokens=3)):
         with pytest.raises(InvalidRequestError, match=r"structured_outputs|max_reasoning_tokens"):
             engine.prepare(Request(request_id="1", prompt=Prompt(token_ids=(3, 4)), params=params))
+
+
+def test_a_tokenizer_that_llguidance_cannot_take_only_costs_the_grammars(
+    bundled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tokenizer, "to_json", lambda _: "{}")
+    driver = EngineDriver(engine_config(bundled, kv_cache_bytes=16 * MIB))
+    with pytest.raises(InvalidRequestError, match="structured_outputs: grammars can't be enforced"):
+        driver.engine.prepare(FORMS["schema"])
+    assert driver.run(replace(FORMS["no budget"], request_id="1")).text.startswith("\n</think>")
 
 
 def test_a_grammar_ends_the_answer_before_min_tokens_and_with_ignore_eos(speculating: EngineDriver) -> None:

@@ -127,6 +127,20 @@ def test_what_is_wrong_is_refused_by_name(sampling: dict[str, Any], message: str
         parse(sampling)
 
 
+def test_a_deeply_nested_schema_is_refused() -> None:
+    """Whether the parser, the writer or the grammar library is the first that can't follow."""
+    for depth in (500, 900, 5000, 100_000):
+        text = '{"items": ' * depth + "{}" + "}" * depth
+        sampling = '{"structured_outputs": {"json": ' + text + "}}"
+        request = InferenceRequest.of(text_input="x", sampling_parameters=sampling)
+        try:
+            parsed = parse_request(request, "1").request
+        except InvalidRequestError:
+            continue
+        assert parsed is not None
+        assert parsed.params.grammar is not None
+
+
 def test_tool_choices() -> None:
     named = {"type": "function", "function": {"name": "f"}}
     for value, choice in (

@@ -2,6 +2,7 @@
 """AnswerForms: what a request's answer must look like, as one constraint, and how it is read."""
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from tandem_backend.errors import InvalidRequestError
 from tandem_backend.model.config import ModelConfig
 from tandem_backend.types import Grammar, GrammarKind, Request, ToolChoice, ToolMode
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
@@ -35,12 +38,13 @@ class AnswerForms:
         self._tokenizer, self._eos_ids = tokenizer, tuple(model.eos_token_ids)
         if tokenizer is None:
             return
-        self._compiler = GrammarCompiler(tokenizer, model.vocab_size, self._eos_ids)
+        self._compiler = _compiler(tokenizer, model)
         self._reasoning = find_tags(tokenizer)
         self._tool_format = tool_format(tokenizer.chat_template)
         vocabulary = tokenizer.vocabulary()
         self._tags_are_tokens = all(
-            tag in vocabulary and self._compiler.is_special(vocabulary[tag]) for tag in (OPEN, CLOSE)
+            tag in vocabulary and self._compiler is not None and self._compiler.is_special(vocabulary[tag])
+            for tag in (OPEN, CLOSE)
         )
 
     def form(self, request: Request, prompt_ids: Sequence[int]) -> AnswerForm:
@@ -95,7 +99,12 @@ class AnswerForms:
             raise InvalidRequestError(f"{grammar.field}: the checkpoint has no tokenizer")
         if choice is not None and must_call:
             grammar = self._call_grammar(choice, read_tools(request.prompt.tools or ()))
-        return self._compiler.compile(grammar) if grammar is not None else None
+        return self._compile(grammar) if grammar is not None else None
+
+    def _compile(self, grammar: Grammar) -> GrammarState:
+        if self._compiler is None:
+            raise InvalidRequestError(f"{grammar.field}: grammars can't be enforced with this checkpoint's tokenizer")
+        return self._compiler.compile(grammar)
 
     def _call_grammar(self, choice: ToolChoice, tools: Sequence[Tool]) -> Grammar:
         if choice.mode is ToolMode.NAMED:
@@ -108,7 +117,7 @@ class AnswerForms:
             raise InvalidRequestError("tool_choice: needs messages and tools, got none")
         assert self._tool_format is not None, "tool_format() refused"
         for tool in tools:  # so that an error names the tool
-            self._compiler.compile(
+            self._compile(
                 Grammar(
                     kind=GrammarKind.JSON_SCHEMA,
                     source=json.dumps(object_schema(tool)),
@@ -123,3 +132,12 @@ class AnswerForms:
             whitespace_pattern=DEFAULT_WHITESPACE,
         )
         return Grammar(kind=GrammarKind.GRAMMAR, source=source, field="tools")
+
+
+def _compiler(tokenizer: Tokenizer, model: ModelConfig) -> GrammarCompiler | None:
+    """None for a tokenizer that llguidance can't take: the model is served without grammars then."""
+    try:
+        return GrammarCompiler(tokenizer, model.vocab_size, model.eos_token_ids)
+    except Exception as error:
+        logger.warning("grammars are refused: llguidance does not take the checkpoint's tokenizer: %s", error)
+        return None

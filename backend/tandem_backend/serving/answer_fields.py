@@ -150,7 +150,10 @@ def _of_kind(field: str, kind: str, value: Any, whitespace_pattern: str | None =
         return None
     if kind == "json":
         schema = _json(field, value) if isinstance(value, str) else value
-        source = json.dumps(schema, ensure_ascii=False)
+        try:
+            source = json.dumps(schema, ensure_ascii=False)
+        except RecursionError as error:
+            raise InvalidRequestError(f"{field}: is nested too deeply") from error
     elif kind == "choice":
         choices = _json(field, value) if isinstance(value, str) else value
         if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
