@@ -165,6 +165,7 @@ class Request:
     priority: int = DEFAULT_PRIORITY  # 1 starts first, 9 last
     timeout_ms: int | None = None  # from arrival to the last token; None: no limit
     cache_salt: str = ""  # only requests of the same salt share cached prefixes and responses
+    return_receipt: bool = False  # the last output has one
 
 
 def acceptance_len(num_tokens: int, num_decode_rounds: int) -> float:
@@ -286,6 +287,7 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     error: TandemError | None = None
     stats: RequestStats | None = None  # on the last output of a request that was scheduled
+    receipt: str | None = None  # on the last output, where the request asks for it
 
     @property
     def is_last(self) -> bool:

@@ -64,6 +64,7 @@ class Answer:
             prompt_logprobs=None if prompt is None else tuple(entry and _token_logprob(entry) for entry in prompt),
             finish_reason=finish_reason,
             usage=None if finish_reason is None else self._usage(response),
+            receipt=response.scalar("receipt"),
         )
 
     def finish(self) -> None:

@@ -36,6 +36,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: whether chunks carry the tokens' log probabilities; a number: and those of as many likeliest tokens.
     prompt_logprobs: the same for the prompt's tokens, on the first chunk.
     sampling: further sampling parameters by name (repetition_penalty, logit_bias, drafter, ignore_eos ...).
+    return_receipt: the answer comes with a receipt, which `tandem audit` checks.
     timeout_s: seconds until the whole answer must be there; then RequestTimeoutError is raised.
     """
 
@@ -61,6 +62,7 @@ class GenerateOptions(TypedDict, total=False):
     logprobs: bool | int
     prompt_logprobs: int | None
     sampling: Mapping[str, Any] | None
+    return_receipt: bool
     timeout_s: float | None
 
 
@@ -97,6 +99,7 @@ def build_payload(
     logprobs: bool | int = False,
     prompt_logprobs: int | None = None,
     sampling: Mapping[str, Any] | None = None,
+    return_receipt: bool = False,
     timeout_s: float | None = None,
 ) -> Payload:
     """Build the tensors of a request; the arguments are those of GenerateOptions.
@@ -135,6 +138,8 @@ def build_payload(
         inputs[name] = _flag(True)
     if logprobs is not False:
         inputs["return_logprobs"] = _flag(True)
+    if return_receipt:
+        inputs["return_receipt"] = _flag(True)
     return Payload(inputs, timeout_s)
 
 

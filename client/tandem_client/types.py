@@ -97,6 +97,7 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None  # on the first chunk; None for tokens without one
     finish_reason: str | None = None  # "stop", "tool_calls", "length", "cancelled" or "timeout"
     usage: Usage | None = None
+    receipt: str | None = None  # on the last chunk, with return_receipt; for `tandem audit`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +113,7 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    receipt: str | None = None
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Chunk]) -> "Completion":
@@ -129,6 +131,7 @@ class Completion:
             prompt_logprobs=_joined(part.prompt_logprobs for part in parts),
             reasoning="".join(part.reasoning for part in parts),
             tool_calls=_joined_calls(delta for part in parts for delta in part.tool_calls),
+            receipt=parts[-1].receipt,
         )
 
 

@@ -47,6 +47,7 @@ class Result:
     finish_reason: FinishReason | None = None
     error: TandemError | None = None
     stats: RequestStats | None = None
+    receipt: str | None = None
 
     @property
     def text(self) -> str:
@@ -65,6 +66,7 @@ class Result:
         self.prompt_logprobs += output.prompt_logprobs
         self.pieces.append(output.text)
         self.finish_reason, self.error, self.stats = output.finish_reason, output.error, output.stats
+        self.receipt = output.receipt
 
 
 class EngineDriver:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Endings: every request's last output, and what becomes of the session behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem_backend.engine.cache.responses import ResponseCache
+from tandem_backend.engine.fingerprint import Fingerprint
 from tandem_backend.engine.queue import Waiting
+from tandem_backend.engine.receipts import make_receipt
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.sequence import Generation, Session
 from tandem_backend.engine.suffix_store import StoredTexts
@@ -20,6 +22,7 @@ class Endings:
     scheduler: Scheduler
     stored_texts: StoredTexts
     responses: ResponseCache
+    fingerprint: Callable[[], Fingerprint]  # for receipts
     _outputs: list[StepOutput] = field(default_factory=list)
 
     def __len__(self) -> int:
@@ -36,9 +39,14 @@ class Endings:
 
     def publish(self, generation: Generation, output: StepOutput) -> None:
         """A round's output; the last one hands the request's state to its session, if it has one."""
+        if generation.trail is not None:
+            generation.trail.add(output.token_ids, output.logprobs)
         if not output.is_last:
             self._outputs.append(output)
             return
+        if generation.trail is not None and output.finish_reason is not None:
+            receipt = make_receipt(generation, generation.trail, output.finish_reason, self.fingerprint())
+            output = replace(output, receipt=receipt.dump())
         if output.error is None:
             token_ids, stats = generation.sequence.token_ids, generation.stats
             self.stored_texts.add(token_ids, stats.num_cached_tokens, generation.num_output)

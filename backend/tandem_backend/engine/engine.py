@@ -16,6 +16,7 @@ from tandem_backend.engine.assembly import assemble
 from tandem_backend.engine.cache.responses import ResponseCache, response_key
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.endings import Endings
+from tandem_backend.engine.fingerprint import Fingerprint, take_fingerprint
 from tandem_backend.engine.health import Health
 from tandem_backend.engine.limits import Limits
 from tandem_backend.engine.pools import IndexPool
@@ -32,6 +33,7 @@ from tandem_backend.engine.tokenizer import Tokenizer, has_tokenizer
 from tandem_backend.errors import (
     ConfigError,
     InternalError,
+    InvalidRequestError,
     TandemError,
 )
 from tandem_backend.model.checkpoint import Weights
@@ -86,11 +88,22 @@ class Engine:
         self._starter = Starter(self.prompts, self.tokenizer, self.limits, self.scheduler, self.rounds)
         self.responses = ResponseCache(config.response_cache_bytes, config.response_cache_ttl_s)
         self.health = Health(config.max_failed_rounds)
-        self.endings = Endings(self.scheduler, self.stored_texts, self.responses)
+        self._fingerprint: Fingerprint | None = None
+        self.endings = Endings(self.scheduler, self.stored_texts, self.responses, self.fingerprint)
         self.self_test = self_test_at_load(self.model, self.rounds.state, self.rounds.passes, config.self_test_rows)
+
+    def fingerprint(self) -> Fingerprint:
+        """What receipts say of this engine; the first call reads the whole checkpoint."""
+        if self._fingerprint is None:
+            self._fingerprint = take_fingerprint(self.config.checkpoint, self.model.device)
+        return self._fingerprint
 
     def prepare(self, request: Request) -> PreparedRequest:
         """Check and tokenise a request; thread-safe. Raises InvalidRequestError naming the field."""
+        if request.return_receipt:
+            if request.params.depends_on_drafts:
+                raise InvalidRequestError("return_receipt: the request's text may depend on what is drafted for it")
+            self.fingerprint()  # here and not in a round
         prompt_ids = tuple(self.prompts.encode(request.prompt))
         key = response_key(request, prompt_ids)
         if request.params.temperature > 0 and request.params.seed is None:

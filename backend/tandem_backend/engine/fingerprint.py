@@ -7,7 +7,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tandem_kernels
+import torch
 from pydantic import BaseModel, ConfigDict
+from tandem_kernels.device import CPU
 
 import tandem_backend.model
 from tandem_backend.errors import CheckpointError
@@ -38,7 +40,7 @@ class Fingerprint(BaseModel):
         return [name for name in type(self).model_fields if getattr(self, name) != getattr(other, name)]
 
 
-def take_fingerprint(checkpoint: Path) -> Fingerprint:
+def take_fingerprint(checkpoint: Path, device: torch.device = CPU) -> Fingerprint:
     """Of a checkpoint under this installation; reads all its files. Raises CheckpointError where that fails."""
     try:
         weights, tokenizer = (_hash_files(checkpoint, patterns) for patterns in (WEIGHT_FILES, TOKENIZER_FILES))
@@ -50,9 +52,13 @@ def take_fingerprint(checkpoint: Path) -> Fingerprint:
         kernels=_hash_packages(SOURCE_FILES),
         libraries=_hash_packages(LIBRARY_FILES),
         arithmetic={"kv_block": KV_BLOCK, "state_dtype": "float32", "prefill": "exact"},
-        device="cpu x86-64",
+        device=_device_name(device),
         versions={name: version(name) for name in PACKAGES},
     )
+
+
+def _device_name(device: torch.device) -> str:
+    return "cpu x86-64" if device.type == "cpu" else f"{device.type} {torch.cuda.get_device_name(device)}"
 
 
 def _hash_packages(patterns: Sequence[str]) -> str:

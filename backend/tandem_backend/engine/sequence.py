@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem_backend.engine.answer_form import AnswerForm
 from tandem_backend.engine.cache.responses import ResponseKey
+from tandem_backend.engine.receipts import Trail
 from tandem_backend.engine.sampling import Constraint, RequestSampling
 from tandem_backend.engine.sampling.rejection import DraftSampler
 from tandem_backend.engine.text_output import TextOutput
@@ -110,6 +111,7 @@ class Generation:
     num_output: int = 0
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # not given out yet
     started_s: float = field(default_factory=lambda: time.monotonic())
+    trail: Trail | None = None  # of a request that wants a receipt
 
     @property
     def request(self) -> Request:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tandem_backend.engine.limits import Limits
 from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.queue import Waiting
+from tandem_backend.engine.receipts import Trail
 from tandem_backend.engine.round import RoundRunner
 from tandem_backend.engine.sampling.request import start_sampling
 from tandem_backend.engine.scheduler import Scheduler
@@ -114,4 +115,5 @@ class Starter:
                 bad_words=item.prepared.bad_words,
                 constraint=item.prepared.constraint,
             ),
+            trail=Trail() if request.return_receipt else None,
         )

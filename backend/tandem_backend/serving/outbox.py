@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tandem_backend.types import StepOutput
 
@@ -110,15 +110,13 @@ def join(outputs: Sequence[StepOutput]) -> list[StepOutput]:
     given = [output for output in outputs if output.error is None]
     if len(given) > 1:
         given = [
-            StepOutput(
-                request_id=given[-1].request_id,
+            replace(
+                given[-1],
                 text="".join(output.text for output in given),
                 token_ids=tuple(token_id for output in given for token_id in output.token_ids),
                 logprobs=tuple(logprob for output in given for logprob in output.logprobs),
                 top_logprobs=tuple(top for output in given for top in output.top_logprobs),
                 prompt_logprobs=tuple(entry for output in given for entry in output.prompt_logprobs),
-                finish_reason=given[-1].finish_reason,
-                stats=given[-1].stats,
             )
         ]
     return given + [output for output in outputs if output.error is not None]

@@ -40,6 +40,7 @@ class ResponseOptions:
     return_num_output_tokens: bool = False
     return_token_ids: bool = False
     return_perf_metrics: bool = False
+    return_receipt: bool = False
     relaxed_acceptance: bool = False  # marks every response: the text may differ from plain decoding's
 
 
@@ -80,6 +81,8 @@ def parse_request(request: Any, request_id: str) -> Parsed:
     form = take_answer_fields(values)
     params, prompt = form.apply(parse_sampling(values), prompt)
     flags = request.flags() if sequence_id is not None else 0
+    relaxed = params.relax_tau is not None
+    options = _parse_options(inputs, prompt, reasoning_format=form.reasoning_format, relaxed_acceptance=relaxed)
     parsed = Request(
         request_id=request_id,
         prompt=prompt,
@@ -90,9 +93,8 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         priority=urgency.priority,
         timeout_ms=urgency.timeout_ms,
         cache_salt=cache_salt,
+        return_receipt=options.return_receipt,
     )
-    relaxed = parsed.params.relax_tau is not None
-    options = _parse_options(inputs, prompt, reasoning_format=form.reasoning_format, relaxed_acceptance=relaxed)
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
 
 

@@ -159,6 +159,7 @@ class Responder:
             ("num_input_tokens", options.return_num_input_tokens, np.uint32, [self._num_prompt_tokens]),
             ("num_output_tokens", options.return_num_output_tokens, np.uint32, [len(self._token_ids)]),
             ("token_ids", options.return_token_ids, np.int32, self._token_ids),
+            ("receipt", output.receipt is not None, object, [output.receipt]),
             ("relaxed_acceptance", options.relaxed_acceptance, np.bool_, [True]),
         ]
         if options.return_perf_metrics and output.is_last and output.stats is not None:

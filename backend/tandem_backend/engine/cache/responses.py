@@ -25,13 +25,13 @@ class ResponseKey:
 
 
 def response_key(request: Request, prompt_ids: tuple[int, ...]) -> ResponseKey | None:
-    """None where another answer would be as right, or where a session goes on from it.
+    """None where another answer would be as right, a session goes on from it, or a receipt is wanted for it.
 
     To be asked before an unseeded request gets its seed.
     """
     params, prompt = request.params, request.prompt
     is_repeatable = params.relax_tau is None and (params.temperature == 0 or params.seed is not None)
-    if request.sequence_id is not None or not is_repeatable:
+    if request.sequence_id is not None or request.return_receipt or not is_repeatable:
         return None
     form = json.dumps([prompt.tools, dict(prompt.template_kwargs)], sort_keys=True, default=repr)
     neutral = replace(params, drafter=None, num_draft_tokens=None)
