@@ -30,6 +30,7 @@ from tandem_backend.types import (
 )
 from torch import Tensor
 
+DEVICE = os.environ.get("TANDEM_TEST_DEVICE", "cpu")  # `make test-gpu` sets it
 VOCAB_SIZE = 31  # of the checkpoints `hybrid` and `small_draft_model`
 MAX_STEPS = 2000  # more steps than any test needs: an engine that still has work by then is stuck
 
@@ -147,12 +148,9 @@ class Plain:
 
 
 def engine_config(checkpoint: Path, **overrides: Any) -> EngineConfig:
-    """Small memory, no self-test, nothing drafted; as many threads as two busy cores give.
-
-    `make test-gpu` runs the engine's tests on CUDA through the environment.
-    """
+    """Small memory, no self-test, nothing drafted; as many threads as two busy cores give."""
     values: dict[str, Any] = {"drafters": (), "self_test_rows": 0, "kv_cache_bytes": 2 * MIB, "num_threads": 1}
-    values |= {"device": os.environ.get("TANDEM_TEST_DEVICE", "cpu"), "max_graph_rows": 32}
+    values |= {"device": DEVICE, "max_graph_rows": 32, "draft_graphs": True}
     return EngineConfig(checkpoint=checkpoint, **{**values, **overrides})
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_driver import VOCAB_SIZE, EngineDriver, Plain, beginning, engine_config, num_different
+from engine_driver import DEVICE, VOCAB_SIZE, EngineDriver, Plain, beginning, engine_config, num_different
 from fakes.tiny_model import tiny_checkpoint
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,6 +21,7 @@ from tandem_backend.model.mtp import MtpHead
 from tandem_backend.model.mtp_passes import LaunchedMtp
 from tandem_backend.model.state import KV_BLOCK, allocate_kv_layer
 from tandem_backend.types import FinishReason, Prompt, Request, SamplingParams
+from tandem_kernels import find_device
 
 _RNG = random.Random(0)
 PROMPTS = [tuple(_RNG.choices(range(3, VOCAB_SIZE), k=n)) for n in (1, 2, 3, 9, 17, 40, 62, 63, 64, 65, 80, 130)]
@@ -100,9 +101,9 @@ def scripted(plain: Plain) -> dict[str, Drafter]:
 
 
 def mtp(checkpoint: Path, width: int, top_k: int) -> MtpDrafter:
-    decoder = Decoder(checkpoint)
+    decoder = Decoder(checkpoint, find_device(DEVICE))
     head = MtpHead(decoder, Checkpoint(checkpoint), VOCAB_SIZE)
-    kv = allocate_kv_layer(decoder.config, 256)
+    kv = allocate_kv_layer(decoder.config, 256, device=decoder.device)
     return MtpDrafter(LaunchedMtp(head, kv), kv, KV_BLOCK, width=width, top_k=top_k)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import VOCAB_SIZE, EngineDriver, engine_config
+from engine_driver import DEVICE, VOCAB_SIZE, EngineDriver, engine_config
 from fakes.replay import Rerun
 from session_requests import start, turn
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
@@ -22,6 +22,7 @@ from tandem_backend.model.mtp import MtpHead, mtp_rows
 from tandem_backend.model.mtp_passes import CapturedMtp, LaunchedMtp, MtpPasses
 from tandem_backend.model.state import KV_BLOCK, KVLayer, allocate_kv_layer
 from tandem_backend.types import Prompt, Request, SamplingParams
+from tandem_kernels import find_device
 from torch import Tensor
 
 NUM_BLOCKS = 64
@@ -32,7 +33,7 @@ class Recomputed:
 
     def __init__(self, head: MtpHead) -> None:
         self.head = head
-        self.kv = allocate_kv_layer(head.decoder.config, NUM_BLOCKS)
+        self.kv = allocate_kv_layer(head.decoder.config, NUM_BLOCKS, device=head.decoder.device)
         for part in (self.kv.keys, self.kv.values):
             part.fill_(float("nan"))
 
@@ -118,8 +119,8 @@ def drafter(
     kind: type[MtpDrafter] = MtpDrafter,
     make_passes: Callable[[MtpHead, KVLayer], MtpPasses] = LaunchedMtp,
 ) -> ComparedMtp:
-    decoder = Decoder(checkpoint)
-    kv = allocate_kv_layer(decoder.config, 128)
+    decoder = Decoder(checkpoint, find_device(DEVICE))
+    kv = allocate_kv_layer(decoder.config, 128, device=decoder.device)
     head = MtpHead(decoder, Checkpoint(checkpoint), VOCAB_SIZE)
     return ComparedMtp(kind(make_passes(head, kv), kv, KV_BLOCK, width=width, top_k=top_k), head)
 

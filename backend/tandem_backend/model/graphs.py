@@ -229,8 +229,11 @@ class GraphPasses:
             accepted.ints.upload()
             self.decoder.write(layer_rows[0], accepted.accepted, self.state)
 
-        # Commit reads what forward left in the recorder's memory, so nothing may be recorded between the two.
-        return CapturedPass(batch, accepted, self.recorder.record(forward), self.recorder.record(commit))
+        # Commit reads what forward left in the recorder's memory, so nothing may be recorded between the two. Then that
+        # memory is given back, for the next bucket: replays of a bucket follow each other as its recordings did.
+        captured = CapturedPass(batch, accepted, self.recorder.record(forward), self.recorder.record(commit))
+        layer_rows[0] = ()
+        return captured
 
 
 def make_passes(decoder: Decoder, state: ModelState, limits: GraphLimits) -> Passes:

@@ -46,7 +46,7 @@ class DrafterPlan:
             kv = allocate_kv_layer(target.config, num_blocks, device=target.device)
             width, top_k = self.config.mtp_width, self.config.mtp_top_k
             context = self.config.max_context_len or target.config.max_position
-            rows = min(self.config.max_graph_rows, MAX_CAPTURED_ROWS)
+            rows = min(self.config.max_graph_rows, MAX_CAPTURED_ROWS) if self.config.draft_graphs else 0
             passes = make_mtp_passes(self.mtp_head, kv, GraphLimits(rows, context, self.config.graph_capture_s))
             drafters["mtp"] = MtpDrafter(passes, kv, KV_BLOCK, width=width, top_k=top_k)
         if self.draft_model is not None:
