@@ -126,3 +126,19 @@ def test_perf_analyzer(server: Any, perf_analyzer: str, tmp_path: Path, model: s
     assert throughput is not None, done.stdout
     assert float(throughput[1]) > 0
     assert ("Sequence count:" in done.stdout) == (model == "tandem")
+
+
+@pytest.mark.slow
+def test_aiperf(server: Any) -> None:
+    done = subprocess.run(
+        [ROOT / "scripts" / "run_aiperf", server.http_url, "--concurrency", "2", "--request-count", "8"],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "COLUMNS": "160"},
+    )
+    if "AIPerf can't be installed" in done.stderr:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"Request Error Rate \(%\)\s*│\s*0\.00 ", done.stdout), done.stdout
+    assert re.search(r"Request Count \(requests\)\s*│\s*8\.00 ", done.stdout), done.stdout
