@@ -125,6 +125,10 @@ class EngineConfig(BaseModel):
     allow_relaxed_acceptance: bool = Field(
         default=False, description="requests may set relax_tau, which breaks exactness: for measurements only"
     )
+    prefill_linear: Literal["exact", "cublas"] = Field(
+        default="exact",
+        description="CUDA: linear layers of prompt passes; cublas: by cuBLAS, where it is shown to give our bits",
+    )
     draft_graphs: bool = Field(default=False, description="CUDA: capture the passes of the mtp drafter as graphs too")
     self_test_rows: int = Field(default=96, ge=0, le=4096, description="rows of the exactness self-test; 0: skip it")
 

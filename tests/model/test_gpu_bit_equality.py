@@ -11,10 +11,12 @@ from fakes.bits import assert_same_bits
 from fakes.tiny_model import tiny_checkpoint
 from model_checks import MakePasses, check_any_schedule, check_tree, tokens
 from model_driver import Driver, Rows
+from tandem_backend.engine.library_linear import allow_library
+from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.graphs import CudaRecorder, GraphLimits, GraphPasses
 from tandem_backend.model.passes import LaunchedPasses
-from tandem_backend.model.state import ModelState
+from tandem_backend.model.state import ModelState, allocate_state
 
 pytestmark = pytest.mark.gpu
 BUNDLED = Path(__file__).parents[2] / "model_repository" / "tandem" / "1" / "tandem-pydoc"
@@ -63,6 +65,18 @@ def test_a_graph_has_the_bits_of_launched_ops(decoder: Decoder) -> None:
         assert_same_bits(got, expected)
     for mine, theirs in zip(launched.tensors(), graphs.tensors(), strict=True):
         assert_same_bits(mine.flatten(1), theirs.flatten(1))
+
+
+def test_the_library_is_used_only_where_it_gives_the_same_bits(decoder: Decoder) -> None:
+    state = allocate_state(decoder.config, 1, 1, device=decoder.device)
+    batch = build_batch([SequenceRows(range(5, 133), 0, 0, [0], logit_rows=[127])])
+    exact = decoder.forward(batch, state)
+    try:
+        allow_library(decoder, state, 128)
+        assert_same_bits(decoder.forward(batch, state).logits, exact.logits)
+    finally:
+        for weight in decoder.packed_weights():
+            weight.library_rows.clear()
 
 
 def test_a_graph_keeps_what_it_reads() -> None:

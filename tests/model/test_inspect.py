@@ -60,6 +60,11 @@ def test_the_bundled_checkpoint() -> None:
     assert report["tied"] is True
     assert report["kv_bytes_per_token"] == 2 * 2 * 2 * 64 * 4  # keys and values, layers, heads, width, float32
     assert report["slot_bytes"] == 6 * 4 * (6 * 64 * 64 + 3 * 768)
+    assert report["cuda"] == {  # rows in bfloat16, recurrent state in float32
+        "weight_bytes": 2 * report["parameters"]["target"],
+        "kv_bytes_per_token": 2 * 2 * 2 * 64 * 2,
+        "slot_bytes": 6 * (4 * 6 * 64 * 64 + 2 * 3 * 768),
+    }
 
 
 def test_the_text_names_what_matters(tmp_path: Path) -> None:

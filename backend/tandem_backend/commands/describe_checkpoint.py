@@ -7,12 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem_backend.errors import CheckpointError
 from tandem_backend.model.checkpoint import SKIPPED_PREFIXES, Checkpoint
 from tandem_backend.model.config import ModelConfig, load_model_config
 from tandem_backend.model.state import KV_BLOCK, block_bytes, slot_bytes
 
 MTP_PREFIX = "mtp."
+CUDA = torch.device("cuda")  # its sizes: none needs to be there
 # Bytes of an element, by safetensors' names of types.
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1} | {
     f"{sign}{8 * size}": size for sign in "IU" for size in (1, 2, 4, 8)
@@ -41,6 +44,11 @@ def describe_checkpoint(directory: Path) -> dict[str, Any]:
         "drafters": {"mtp": _count_mtp_layers(checkpoint)} if parameters["mtp"] else {},
         "kv_bytes_per_token": block_bytes(config) // KV_BLOCK,
         "slot_bytes": slot_bytes(config),
+        "cuda": {
+            "weight_bytes": 2 * parameters["target"],
+            "kv_bytes_per_token": block_bytes(config, device=CUDA) // KV_BLOCK,
+            "slot_bytes": slot_bytes(config, CUDA),
+        },
     }
 
 

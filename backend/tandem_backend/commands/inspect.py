@@ -125,7 +125,7 @@ def _print_row(name: str, positions: int, equal: int, clear: int, difference: fl
 
 def _render(report: dict[str, Any]) -> str:
     sizes, layers, parameters = report["sizes"], report["layers"], report["parameters"]
-    rope, delta = report["rope"], report["delta"]
+    rope, delta, cuda = report["rope"], report["delta"], report["cuda"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in layers.items())
     scaling = f", {rope['scaling_type']} scaling by {rope['factor']:g}" if rope["scaling_type"] else ""
     rows = {
@@ -149,5 +149,7 @@ def _render(report: dict[str, Any]) -> str:
         "drafters": ", ".join(f"{name} (layers: {n})" for name, n in report["drafters"].items()) or "none",
         "KV": f"{report['kv_bytes_per_token']:,} bytes a token",
         "slot": f"{report['slot_bytes']:,} bytes of recurrent state",
+        "on CUDA": f"{cuda['weight_bytes']:,} bytes of weights, {cuda['kv_bytes_per_token']:,} a token, "
+        f"{cuda['slot_bytes']:,} a slot",
     }
     return "\n".join([report["checkpoint"], *(f"  {name:<12}{value}" for name, value in rows.items())])

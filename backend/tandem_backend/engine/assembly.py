@@ -9,6 +9,7 @@ from tandem_backend.engine.cache.prefix_cache import PrefixCache
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.build import plan_drafters
 from tandem_backend.engine.drafting import Drafting
+from tandem_backend.engine.library_linear import allow_library
 from tandem_backend.engine.memory import MemoryPlan
 from tandem_backend.engine.pools import IndexPool
 from tandem_backend.engine.round import RecordLogits, RoundRunner
@@ -49,6 +50,8 @@ def assemble(
     stored_texts = StoredTexts.open(config, tokenizer, model.config.vocab_size)
     drafters = {**plan.build(num_blocks, num_slots, stored_texts.stores), **(extra_drafters or {})}
     state = allocate_state(model.config, num_blocks, num_slots, device=model.device)
+    if config.prefill_linear == "cublas":
+        allow_library(model, state, config.max_prefill_rows)
     limits = GraphLimits(config.max_graph_rows, max_context_len, config.graph_capture_s)
     passes = make_passes(model, state, limits)
     curve = load_verify_curve(config.verify_curve, passes.row_costs())
