@@ -58,7 +58,7 @@ class EngineConfig(BaseModel):
     response_cache_bytes: int = Field(
         default=0,
         ge=0,
-        description="memory of whole answers to greedy and seeded requests outside of sequences; 0: off",
+        description="memory of whole answers to greedy and seeded requests that are no turns of a session; 0: off",
     )
     response_cache_ttl_s: float = Field(default=600.0, gt=0, le=1e9, description="an answer is given again for so long")
     admin_token: str | None = Field(

@@ -80,6 +80,26 @@ def test_neither_unseeded_requests_nor_turns_of_sequences_are_kept(driver: Engin
     assert driver.engine.counters().caches["response"].num_misses == 1
 
 
+def test_a_sequence_of_one_request_is_kept_and_still_ends_the_one_before(driver: EngineDriver) -> None:
+    single = Request(
+        request_id="single",
+        prompt=Prompt(token_ids=PROMPT),
+        params=PARAMS,
+        sequence_id="one",
+        sequence_start=True,
+        sequence_end=True,
+    )
+    kept = ask(driver)
+    driver.add(start("open", PROMPT, sequence_id="one"))
+    driver.step()
+    driver.add(single)
+    driver.finish()
+    assert driver.results["open"].finish_reason == FinishReason.CANCELLED
+    assert is_kept(driver.results["single"])
+    assert driver.results["single"].token_ids == kept.token_ids
+    assert driver.engine.statistics()["num_sessions"] == 0
+
+
 def test_cancelled_answers_are_not_kept(driver: EngineDriver) -> None:
     driver.add(Request(request_id="cancelled", prompt=Prompt(token_ids=PROMPT), params=PARAMS))
     driver.step()

@@ -131,12 +131,13 @@ class Engine:
         """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
         request = prepared.request
         known = self.responses.answer(prepared.response_key, request.request_id, prepared.arrival_time_ns)
+        if known is None:
+            self.scheduler.check_room(request)
+        if request.sequence_start and request.sequence_id is not None:
+            self.close_sequence(request.sequence_id, SessionEnd.RESET)
         if known is not None:
             self.endings.give(known)
             return
-        self.scheduler.check_room(request)
-        if request.sequence_start and request.sequence_id is not None:
-            self.close_sequence(request.sequence_id, SessionEnd.RESET)
         self.scheduler.enqueue(prepared)
         self.responses.expect(request.request_id, prepared.response_key)
 

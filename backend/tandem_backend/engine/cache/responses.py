@@ -25,13 +25,15 @@ class ResponseKey:
 
 
 def response_key(request: Request, prompt_ids: tuple[int, ...]) -> ResponseKey | None:
-    """None where another answer would be as right, a session goes on from it, or a receipt is wanted for it.
+    """None where another answer would be as right, it is a turn of a session, or a receipt is wanted for it.
 
+    A sequence of one request, START with END, is no session: all requests through `tandem_generate` come so.
     To be asked before an unseeded request gets its seed.
     """
+    is_turn = request.sequence_id is not None and not (request.sequence_start and request.sequence_end)
     params, prompt = request.params, request.prompt
     is_repeatable = params.relax_tau is None and (params.temperature == 0 or params.seed is not None)
-    if request.sequence_id is not None or request.return_receipt or not is_repeatable:
+    if is_turn or request.return_receipt or not is_repeatable:
         return None
     form = json.dumps([prompt.tools, dict(prompt.template_kwargs)], sort_keys=True, default=repr)
     neutral = replace(params, drafter=None, num_draft_tokens=None)
