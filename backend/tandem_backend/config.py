@@ -55,6 +55,17 @@ class EngineConfig(BaseModel):
         ge=0,
         description="tokens between anchors within prompts and answers; 0: only where prompts and answers end",
     )
+    disk_cache: Path | None = Field(
+        default=None,
+        description="directory where cached prefixes go for which there is no memory, and all at a shutdown; a restart "
+        "resumes from it",
+    )
+    disk_cache_bytes: int = Field(
+        default=4096 * MIB, ge=MIB, description="size of its files; the least recently used go for it"
+    )
+    disk_cache_ttl_s: float = Field(
+        default=604800.0, gt=0, le=1e9, description="its files that were not used for so long are removed"
+    )
     response_cache_bytes: int = Field(
         default=0,
         ge=0,

@@ -253,7 +253,7 @@ class EngineCounters:
     num_rounds: int = 0
     num_output_tokens: int = 0
     drafter_tokens: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> (drafted, accepted)
-    caches: dict[str, CacheCounters] = field(default_factory=dict)  # by cache: prefix, session, response
+    caches: dict[str, CacheCounters] = field(default_factory=dict)  # by cache: prefix, session, response, disk
     ended_sessions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SessionEnd, 0))
     part_s: dict[str, float] = field(default_factory=dict)  # seconds of all rounds by part: draft, verify, ...
     round_s: Histogram = field(default_factory=partial(Histogram, ROUND_S))

@@ -45,7 +45,7 @@ class ScriptedEngine:
         self._cancelled: set[str] = set()
         self.health = Health(max_failed_rounds=3)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> None:
         self.is_closed = True
 
     def prepare(self, request: Request) -> FakePrepared:

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assembly: what rounds run on, sized by the configuration: state, caches, drafters and passes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from tandem_backend.config import EngineConfig
+from tandem_backend.engine.cache.disk_files import DiskFiles
+from tandem_backend.engine.cache.disk_tier import DiskTier
 from tandem_backend.engine.cache.prefix_cache import PrefixCache
+from tandem_backend.engine.cache.spill import Spill, state_fingerprint
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.build import plan_drafters
 from tandem_backend.engine.drafting import Drafting
+from tandem_backend.engine.fingerprint import Fingerprint
 from tandem_backend.engine.library_linear import allow_library
 from tandem_backend.engine.memory import MemoryPlan
 from tandem_backend.engine.pools import IndexPool
@@ -18,6 +22,7 @@ from tandem_backend.engine.self_test import NUM_SLOTS
 from tandem_backend.engine.sizes import MemorySizes
 from tandem_backend.engine.suffix_store import StoredTexts
 from tandem_backend.engine.tokenizer import Tokenizer
+from tandem_backend.errors import ConfigError
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.graphs import GraphLimits, make_passes
 from tandem_backend.model.state import allocate_state
@@ -30,6 +35,7 @@ class Assembly:
     num_slots: int
     stored_texts: StoredTexts
     rounds: RoundRunner
+    spill: Spill | None  # None where nothing goes to disk
 
 
 def assemble(
@@ -39,8 +45,12 @@ def assemble(
     max_context_len: int,
     extra_drafters: Mapping[str, Drafter] | None,
     record_logits: RecordLogits | None,
+    fingerprint: Callable[[], Fingerprint],
 ) -> Assembly:
-    """Load the drafters and allocate all memory. Raises ConfigError and CheckpointError."""
+    """Load the drafters and allocate all memory. Raises ConfigError and CheckpointError.
+
+    fingerprint: asked for, which takes long, where states go to disk.
+    """
     plan = plan_drafters(config, model, tokenizer)
     num_slots = max(config.max_active + config.max_sessions, NUM_SLOTS)
     sizes = plan.memory_sizes(model)
@@ -66,4 +76,15 @@ def assemble(
         grid=config.anchor_grid,
     )
     rounds = RoundRunner(passes, state, drafting, cache, record_logits)
-    return Assembly(sizes, replace(memory, graphs=passes.num_bytes()), num_slots, stored_texts, rounds)
+    memory, spill = replace(memory, graphs=passes.num_bytes()), _open_disk_cache(config, cache, fingerprint)
+    return Assembly(sizes, memory, num_slots, stored_texts, rounds, spill)
+
+
+def _open_disk_cache(config: EngineConfig, cache: PrefixCache, take: Callable[[], Fingerprint]) -> Spill | None:
+    if config.disk_cache is None:
+        return None
+    if not cache.is_on:
+        raise ConfigError("disk_cache: needs prefix_cache_bytes, out of which it is written and into which it is read")
+    fingerprint = state_fingerprint(take(), cache)
+    files = DiskFiles(config.disk_cache, fingerprint, max_bytes=config.disk_cache_bytes, ttl_s=config.disk_cache_ttl_s)
+    return Spill(cache, DiskTier(files, fingerprint))

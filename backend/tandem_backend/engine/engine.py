@@ -2,6 +2,7 @@
 """Engine: requests in, one round after the other, outputs out. One thread drives it; only `prepare` is thread-safe."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from tandem_backend.config import EngineConfig
 from tandem_backend.engine.answer_form import AnswerForms
 from tandem_backend.engine.assembly import assemble
 from tandem_backend.engine.cache.responses import ResponseCache, response_key
+from tandem_backend.engine.cache.spill import Spill
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.endings import Endings
 from tandem_backend.engine.fingerprint import Fingerprint, take_fingerprint
@@ -61,6 +63,10 @@ class Engine:
         """
         if config.allow_relaxed_acceptance:
             logger.warning("allow_relaxed_acceptance: requests with relax_tau get text that depends on the drafts")
+        if weights is not None and config.disk_cache is not None:
+            raise ConfigError(
+                "disk_cache: its fingerprint is of the checkpoint's own weights, and others take their place"
+            )
         kernels.set_num_threads(config.num_threads or len(os.sched_getaffinity(0)))
         self.config = config
         self.model = Decoder(config.checkpoint, _find_device(config.device), weights)
@@ -71,9 +77,18 @@ class Engine:
             raise ConfigError(f"max_context_len: at most {longest} (the checkpoint's), got {self.max_context_len}")
         self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size, self.max_context_len)
         self._forms = AnswerForms(self.tokenizer, self.model.config)
-        parts = assemble(config, self.model, self.tokenizer, self.max_context_len, extra_drafters, record_logits)
+        self._fingerprint: Fingerprint | None = None
+        parts = assemble(
+            config,
+            self.model,
+            self.tokenizer,
+            self.max_context_len,
+            extra_drafters,
+            record_logits,
+            self.fingerprint,
+        )
         self.sizes, self.memory, self.stored_texts = parts.sizes, parts.memory, parts.stored_texts
-        self.rounds = parts.rounds
+        self.rounds, self.spill = parts.rounds, parts.spill
         self.scheduler = Scheduler(
             config,
             self.max_context_len,
@@ -85,15 +100,14 @@ class Engine:
             waiting=RequestQueue(config),
         )
         self.limits = Limits(self.model.config, self.scheduler)
-        self._starter = Starter(self.prompts, self.tokenizer, self.limits, self.scheduler, self.rounds)
+        self._starter = Starter(self.prompts, self.tokenizer, self.limits, self.scheduler, self.rounds, self.spill)
         self.responses = ResponseCache(config.response_cache_bytes, config.response_cache_ttl_s)
         self.health = Health(config.max_failed_rounds)
-        self._fingerprint: Fingerprint | None = None
         self.endings = Endings(self.scheduler, self.stored_texts, self.responses, self.fingerprint)
         self.self_test = self_test_at_load(self.model, self.rounds.state, self.rounds.passes, config.self_test_rows)
 
     def fingerprint(self) -> Fingerprint:
-        """What receipts say of this engine; the first call reads the whole checkpoint."""
+        """Of receipts and states on disk; the first call reads the whole checkpoint."""
         if self._fingerprint is None:
             self._fingerprint = take_fingerprint(self.config.checkpoint, self.model.device)
         return self._fingerprint
@@ -123,9 +137,26 @@ class Engine:
         self.limits.check(request, len(prompt_ids))
         return prepared
 
-    def close(self) -> None:
-        """Write what stores on disk still wait for; the engine is not used after."""
+    def close(self, timeout_s: float = math.inf) -> None:
+        """Write what stores on disk wait for and all cached prefixes, the latter for so long; it is not used after."""
         self.stored_texts.close()
+        if self.spill is not None:
+            try:
+                self._flush(self.spill, timeout_s)
+            except Exception:
+                logger.exception("the disk cache could not be flushed")
+
+    def _flush(self, spill: Spill, timeout_s: float) -> None:
+        """An engine that broke writes no state any more."""
+        spill.wait_for_disk(timeout_s)
+        if self.health.is_broken:
+            spill.tier.close(timeout_s)
+            return
+        for generation in list(self.scheduler.running):
+            self.endings.finish(generation, FinishReason.CANCELLED)
+        for sequence_id in list(self.scheduler.sessions):
+            self.close_sequence(sequence_id)
+        spill.flush()
 
     def add(self, prepared: PreparedRequest) -> None:
         """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
@@ -176,15 +207,18 @@ class Engine:
     def statistics(self) -> dict[str, float]:
         """What there is now, by name; serving reports every key as a metric."""
         own = {**self.memory.statistics(), **self.stored_texts.statistics()}
+        own |= self.spill.tier.statistics() if self.spill is not None else {}
         return statistics(self.scheduler, self.sizes, self.self_test, self.responses) | own
 
     def counters(self) -> EngineCounters:
         """What was done since the load; a copy."""
-        return counters(self.rounds.counters, self.scheduler, self._starter.counters, self.responses)
+        tier = self.spill.tier if self.spill is not None else None
+        return counters(self.rounds.counters, self.scheduler, self._starter.counters, self.responses, tier)
 
     def clear_caches(self) -> dict[str, int]:
         """Forget cached prefixes and responses; returns how many there were, by cache. Sessions keep their state."""
-        return {"prefix": self.scheduler.cache.clear(), "response": self.responses.clear()}
+        cleared = {"prefix": self.scheduler.cache.clear(), "response": self.responses.clear()}
+        return cleared | ({"disk": self.spill.tier.clear()} if self.spill is not None else {})
 
     def _count_session_end(self, why: SessionEnd) -> None:
         self.rounds.counters.ended_sessions[why] += 1

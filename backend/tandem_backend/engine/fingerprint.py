@@ -20,6 +20,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 SOURCE_FILES = ("**/*.py", "**/*.c", "**/*.h")
 LIBRARY_FILES = ("**/*.so",)
 PACKAGES = ("tandem-backend", "numpy", "safetensors", "tokenizers", "torch", "transformers")
+GPU_PACKAGES = ("triton",)  # compiles the kernels
 
 
 class Fingerprint(BaseModel):
@@ -32,7 +33,7 @@ class Fingerprint(BaseModel):
     kernels: str  # sources of the kernels, and of the model, which fixes the order of the ops
     libraries: str  # the compiled kernels; the same sources compiled again may differ here and give the same bits
     arithmetic: dict[str, str | int]  # settings that are part of the arithmetic
-    device: str  # all x86-64 processors that can run the kernels give the same bits
+    device: str  # its model; all x86-64 processors that can run the kernels give the same bits
     versions: dict[str, str]  # distribution -> version
 
     def differing(self, other: "Fingerprint") -> list[str]:
@@ -53,7 +54,7 @@ def take_fingerprint(checkpoint: Path, device: torch.device = CPU) -> Fingerprin
         libraries=_hash_packages(LIBRARY_FILES),
         arithmetic={"kv_block": KV_BLOCK, "state_dtype": "float32", "prefill": "exact"},
         device=_device_name(device),
-        versions={name: version(name) for name in PACKAGES},
+        versions={name: version(name) for name in (*PACKAGES, *(GPU_PACKAGES if device.type == "cuda" else ()))},
     )
 
 

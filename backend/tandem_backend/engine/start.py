@@ -4,6 +4,7 @@
 import time
 from dataclasses import dataclass, field
 
+from tandem_backend.engine.cache.spill import Spill
 from tandem_backend.engine.limits import Limits
 from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.queue import Waiting
@@ -27,6 +28,7 @@ class Starter:
     limits: Limits
     scheduler: Scheduler
     rounds: RoundRunner
+    spill: Spill | None = None  # what of a prompt is on disk comes back at its start
     counters: CacheCounters = field(default_factory=CacheCounters)  # of the states that sessions kept
 
     def start(self, item: Waiting) -> None:
@@ -62,6 +64,8 @@ class Starter:
         scheduler.empty(sequence)
         sequence.tenant = prepared.request.cache_salt
         drafting.begin(sequence.slot)
+        if self.spill is not None and prepared.request.params.prompt_logprobs is None:
+            self.spill.recall(sequence.tenant, token_ids, with_drafter=prepared.resumes_kv)
         match = scheduler.find(prepared, token_ids)
         if match is not None and not cache.make_room(num_blocks - match.num_shared_blocks, match):
             match = None

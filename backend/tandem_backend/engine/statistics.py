@@ -4,6 +4,7 @@
 from copy import deepcopy
 from dataclasses import replace
 
+from tandem_backend.engine.cache.disk_tier import DiskTier
 from tandem_backend.engine.cache.responses import ResponseCache
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.self_test import SelfTestResult
@@ -40,7 +41,11 @@ def statistics(
 
 
 def counters(
-    done: EngineCounters, scheduler: Scheduler, sessions: CacheCounters, responses: ResponseCache
+    done: EngineCounters,
+    scheduler: Scheduler,
+    sessions: CacheCounters,
+    responses: ResponseCache,
+    tier: DiskTier | None,
 ) -> EngineCounters:
     """A copy of `done` with the caches' counters."""
     num_evicted = done.ended_sessions[SessionEnd.MEMORY] + done.ended_sessions[SessionEnd.IDLE]
@@ -49,4 +54,6 @@ def counters(
         "session": replace(sessions, num_evictions=num_evicted),
         "response": replace(responses.counters),
     }
+    if tier is not None:
+        caches["disk"] = replace(tier.counters, num_evictions=tier.files.num_evictions)
     return replace(deepcopy(done), caches=caches)

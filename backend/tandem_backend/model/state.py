@@ -45,6 +45,11 @@ class ModelState:
     layers: tuple[KVLayer | RecurrentLayer, ...]
     block: int
 
+    @property
+    def device(self) -> torch.device:
+        first = self.layers[0]
+        return first.keys.device if isinstance(first, KVLayer) else first.delta.device
+
     def clear_slot(self, slot: int) -> None:
         """Set a recurrent slot to the state of the empty prefix."""
         for layer in self.layers:

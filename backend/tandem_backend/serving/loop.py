@@ -100,17 +100,18 @@ class EngineLoop:
         timer.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop both threads and answer what is left with UNAVAILABLE; takes at most `timeout_s`."""
+        """Answer what is left with UNAVAILABLE, stop both threads and let the engine write, for at most `timeout_s`."""
         with self._lock:
             self._refusal = "the model is being unloaded"
         self._stopping.set()
         self._commands.put(lambda: None)  # wakes the engine thread
+        end_s = time.monotonic() + timeout_s
         engine_thread, sender_thread = self._threads
         engine_thread.join(timeout_s / 2)
-        if not engine_thread.is_alive():
-            self._engine.close()
         self._outbox.close()
-        sender_thread.join(timeout_s / 2)
+        sender_thread.join(timeout_s / 4)
+        if not engine_thread.is_alive():
+            self._engine.close(max(end_s - time.monotonic(), 0))
 
     def _register(self, request_id: str, responder: Responder) -> None:
         with self._lock:

@@ -28,6 +28,9 @@ GAUGES = {
     "num_anchors": "Positions of cached prefixes from which requests may resume",
     "prefix_cache_bytes": "Memory of cached prefixes: anchors, and KV blocks out of kv_cache_bytes",
     "response_cache_bytes": "Memory of whole answers kept",
+    "disk_cache_bytes": "Size of the disk cache's files",
+    "disk_cache_pending_bytes": "State that waits to be written to the disk cache",
+    "num_disk_anchors": "Positions of prefixes on disk from which requests may resume",
     "session_cache_bytes": "Memory of the states that open sequences keep",
     "num_slots": "Places for the recurrent state of sequences",
     "num_free_slots": "Places for recurrent state that nobody owns",
@@ -53,6 +56,9 @@ CACHE_MISSES = "tandem_cache_misses_total"
 CACHE_SAVED_TOKENS = "tandem_cache_saved_tokens_total"
 CACHE_EVICTIONS = "tandem_cache_evictions_total"
 COUNTERS = {
+    "tandem_disk_cache_dropped_total": "Anchors that did not go to disk since too many waited",
+    "tandem_disk_cache_write_errors_total": "Anchors that could not be written to disk",
+    "tandem_disk_cache_bad_files_total": "Files of the disk cache that were torn, damaged or none of it",
     ROUNDS: "Rounds of the engine: passes over the rows of all running requests",
     PART_SECONDS: "Time in rounds, by part: draft, verify, accept, commit or host",
     PROMPT_TOKENS: "Prompt tokens of requests that ended",

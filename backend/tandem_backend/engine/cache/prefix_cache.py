@@ -51,7 +51,7 @@ class PrefixCache:
         self.block_bytes = block_bytes
         self.on_evict = on_evict
         self.counters = CacheCounters()
-        self._kv = [*state.kv_layers(), *drafter_kv]
+        self.kv = [*state.kv_layers(), *drafter_kv]
         self._anchors: dict[int, Anchor] = {}  # by id()
         self._anchor_bytes = 0
         self._clock, self._num_uses = 0.0, 0
@@ -97,7 +97,7 @@ class PrefixCache:
             self.index.blocks.share(node.block)
             sequence.block_table.append(node.block)
         own = self.index.blocks.allocate()
-        copy_block(self._kv, path[-1].block, own)
+        copy_block(self.kv, path[-1].block, own)
         sequence.block_table.append(own)
         if match.anchor is not None:
             self.state.restore_slot(sequence.slot, match.anchor.state)
