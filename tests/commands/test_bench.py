@@ -218,7 +218,9 @@ def test_resume_asks_cold_and_resumed(checkpoint: Path, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "out.json").read_text())
     # 700 is more than the checkpoint's context, and a prompt that was asked is known but for nothing.
     assert [(line["tokens"], line["cached_tokens"]) for line in report["lengths"]] == [(64, 64), (700, 700)]
-    assert all(line["cold_ms"] > 0 and line["resumed_ms"] > 0 for line in report["lengths"])
+    assert all(
+        line["cold_ms"] > 0 and line["resumed_ms"] > 0 and line["from_disk_ms"] > 0 for line in report["lengths"]
+    )
     assert "speed-up" in result.stdout
 
 

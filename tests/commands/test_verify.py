@@ -268,7 +268,7 @@ def test_rows_that_are_not_recorded_are_no_equal_rows(
         (["--drafters", "oracle,clairvoyant"], "unknown drafter 'clairvoyant'; known: none, wrong, half, oracle"),
         (["--drafters", "mtp+clairvoyant"], "unknown drafter 'clairvoyant'"),
         (["--cache", "tepid"], "--cache"),
-        (["--cache", "cold,disk"], "--cache"),
+        (["--cache", "cold,disc"], "--cache"),
         (["--max-tokens", "0"], "--max-tokens"),
         (["--json", "no/such/folder/out.json"], "--json"),
         (["--server", "127.0.0.1:1"], "give one of --checkpoint and --server"),
@@ -465,14 +465,14 @@ def test_a_checkpoint_without_a_tokenizer_has_no_record(checkpoint: Path, tmp_pa
     assert "the checkpoint has no tokenizer" in result.stderr
 
 
-CACHES = ("--drafters", "none,lookup", "--parallel", "1,2", "--chunks", "7", "--cache", "warm,session")
+CACHES = ("--drafters", "none,lookup", "--parallel", "1,2", "--chunks", "7", "--cache", "warm,session,disk")
 
 
 def test_what_caches_serve_is_plain_decoding(checkpoint: Path, prompts: Path, tmp_path: Path) -> None:
     result = run_gate(checkpoint, prompts, *CACHES, "--json", tmp_path / "out.json")
     assert result.exit_code == 0, result.output
     lines = json.loads((tmp_path / "out.json").read_text())["combinations"]
-    assert [line["cache"] for line in lines] == ["warm"] * 4 + ["session"] * 4
+    assert [line["cache"] for line in lines] == ["warm"] * 4 + ["session"] * 4 + ["disk"] * 4
     assert all(line["num_cached_tokens"] > 0 for line in lines)
     assert lines[4]["num_prompts"] == 4 * lines[0]["num_prompts"]
 

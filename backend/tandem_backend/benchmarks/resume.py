@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time to first token of a prompt, cold and resumed from the prefix cache."""
+"""Time to first token of a prompt: cold, resumed from the prefix cache, and from disk after a restart."""
 
 import json
 import statistics
@@ -21,10 +21,13 @@ NUM_ADDED = 16  # tokens that a resumed prompt has more than the one before
 
 
 class ResumeBench:
-    """Prompts of each length are asked cold, then again with some tokens more: a next turn, sent as a whole."""
+    """Prompts of each length are asked cold, then again with some tokens more: a next turn, sent as a whole.
 
-    def __init__(self, checkpoint: Path, lengths: Sequence[int], num_threads: int) -> None:
-        config = EngineConfig(
+    The engine is shut down then, and its successor is asked for another next turn.
+    """
+
+    def __init__(self, checkpoint: Path, disk_cache: Path, lengths: Sequence[int], num_threads: int) -> None:
+        self._config = EngineConfig(
             checkpoint=checkpoint,
             num_threads=num_threads,
             self_test_rows=0,
@@ -33,30 +36,45 @@ class ResumeBench:
             max_prefill_rows=PREFILL_ROWS,
             kv_cache_bytes=2048 * MIB,
             prefix_cache_bytes=1024 * MIB,
+            disk_cache=disk_cache,
         )
-        self.engine, self.lengths = Engine(config), lengths
+        self.lengths = lengths
+        self._open_engine()
+
+    def _open_engine(self) -> None:
+        self.engine = Engine(self._config)
+        self._first_token_ms(self._tokens(0, 64))  # warms code and memory
 
     def run(self, repeats: int, say: Callable[[str], None]) -> list[dict[str, float]]:
         """One line a length; medians."""
-        self._first_token_ms(self._tokens(0, 64))  # warms code and memory
         return [self._measure(length, repeats, say) for length in self.lengths]
 
     def _measure(self, length: int, repeats: int, say: Callable[[str], None]) -> dict[str, float]:
-        cold, resumed, saved = [], [], 0
+        cold, resumed, from_disk, saved = [], [], [], 0
         for repeat in range(repeats):
             self.engine.clear_caches()
             prompt = self._tokens(repeat, length)
             cold.append(self._first_token_ms(prompt)[0])
             milliseconds, saved = self._first_token_ms([*prompt, *self._tokens(repeat + 1, NUM_ADDED)])
             resumed.append(milliseconds)
-            say(f"{length} tokens, repeat {repeat + 1}: cold {cold[-1]:.1f} ms, resumed {milliseconds:.1f} ms")
+            self.engine.close()
+            self._open_engine()
+            milliseconds, from_disk_saved = self._first_token_ms([*prompt, *self._tokens(repeat + 2, NUM_ADDED)])
+            from_disk.append(milliseconds)
+            if from_disk_saved < length - 1:
+                raise TandemError(f"after a restart {from_disk_saved} of {length} tokens were there")
+            times = f"cold {cold[-1]:.1f} ms, resumed {resumed[-1]:.1f} ms, from disk {from_disk[-1]:.1f} ms"
+            say(f"{length} tokens, repeat {repeat + 1}: {times}")
         cold_ms, resumed_ms = statistics.median(cold), statistics.median(resumed)
+        from_disk_ms = statistics.median(from_disk)
         return {
             "tokens": length,
             "cached_tokens": saved,
             "cold_ms": cold_ms,
             "resumed_ms": resumed_ms,
             "speedup": cold_ms / resumed_ms,
+            "from_disk_ms": from_disk_ms,
+            "from_disk_speedup": cold_ms / from_disk_ms,
         }
 
     def _first_token_ms(self, token_ids: Sequence[int]) -> tuple[float, int]:
@@ -81,9 +99,11 @@ def measure_resume(
     checkpoint: Path, lengths: Sequence[int], repeats: int, num_threads: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """The benchmark's result. A checkpoint of a shorter context is given a longer one: time is the same."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as disk_cache:
         longer = _with_context(checkpoint, Path(folder), max(lengths) + NUM_ADDED + 1)
-        lines = ResumeBench(longer, lengths, num_threads).run(repeats, say)
+        bench = ResumeBench(longer, Path(disk_cache), lengths, num_threads)
+        lines = bench.run(repeats, say)
+        bench.engine.close()
     return {
         "benchmark": "resume",
         **provenance(num_threads),
@@ -94,8 +114,8 @@ def measure_resume(
 
 
 def render_resume(result: dict[str, Any]) -> str:
-    headings = ["prompt tokens", "cached", "cold ms", "resumed ms", "speed-up"]
-    keys = ("tokens", "cached_tokens", "cold_ms", "resumed_ms", "speedup")
+    headings = ["prompt tokens", "cached", "cold ms", "resumed ms", "speed-up", "from disk ms", "speed-up"]
+    keys = ("tokens", "cached_tokens", "cold_ms", "resumed_ms", "speedup", "from_disk_ms", "from_disk_speedup")
     return table(headings, [[str(line["tokens"]), *(line[key] for key in keys[1:])] for line in result["lengths"]])
 
 

@@ -241,10 +241,12 @@ def _measure_gpu(shape: str | None, checkpoint: Path | None, repeats: int) -> di
 @click.option("--repeats", type=click.IntRange(min=1), default=1, show_default=True, help="Figures are medians.")
 @click.option("--json", "json_file", type=_NEW_FILE, callback=_in_a_folder, help="Write the result here too.")
 def resume(checkpoint: Path, lengths: tuple[int, ...], repeats: int, json_file: Path | None) -> None:
-    """Time to first token of a prompt, cold and resumed.
+    """Time to first token of a prompt: cold, resumed, and resumed from disk after a restart.
 
-    Each prompt is asked with nothing cached, then again with 16 tokens more, as the next turn of a conversation. A
-    checkpoint whose context is shorter is given a longer one. Cold prompts of 32k tokens take minutes on a CPU.
+    Each prompt is asked with nothing cached, then again with 16 tokens more, as the next turn of a conversation. Then
+    the engine is shut down, and its successor is asked for another such turn. The operating system may have the files
+    in memory still. A checkpoint whose context is shorter is given a longer one. Cold prompts of 32k tokens take
+    minutes on a CPU.
     """
     from tandem_backend.benchmarks.environment import num_usable_cores
     from tandem_backend.benchmarks.resume import measure_resume, render_resume

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tandem_backend.verification.run import Results
 
 SAMPLING = ("greedy", "seeded", "penalties", "grammar", "logprobs", "stops")
-CACHES = ("cold", "warm", "session")
+CACHES = ("cold", "warm", "session", "disk")
 
 
 def _list_of(item: "click.ParamType[Any]") -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -80,7 +80,7 @@ _NEW_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
     default="cold",
     show_default=True,
     help="cold: nothing is kept; warm: prompts were asked before; session: two turns of a sequence, the conversation "
-    "sent again, and an edited one.",
+    "sent again, and an edited one; disk: prompts were asked before a restart.",
 )
 @click.option(
     "--sampling",
@@ -155,8 +155,8 @@ def _run_gate(
     elif server is not None and checkpoint is None:
         if ctx.get_parameter_source("chunks") is not ParameterSource.DEFAULT:
             raise click.BadParameter("the server's engine.json sets its chunk size", param_hint="--chunks")
-        if "session" in caches:
-            raise click.BadParameter("session needs an engine of this process", param_hint="--cache")
+        for cache in {"session", "disk"}.intersection(caches):
+            raise click.BadParameter(f"{cache} needs an engine of this process", param_hint="--cache")
         plan = Plan(_server_drafters(drafters), parallel, (None,), caches)
         with TandemClient(_checked_url(server)) as client:
             _report(ctx, plan, verify_server(client, prompts, max_tokens, plan, progress), prompts, json_file, progress)

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets whose requests meet state that earlier requests left: prompts asked before, and turns of sequences."""
+"""Targets whose requests meet state that earlier ones left: prompts asked before, turns of sequences, a restart."""
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from tandem_backend.config import EngineConfig
 from tandem_backend.engine import PreparedRequest
+from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.types import Prompt, Request
 from tandem_backend.verification.comparison import Trace
 from tandem_backend.verification.engine_target import EngineTarget
 from tandem_backend.verification.gate import Tick
 from tandem_backend.verification.prompts import NamedPrompt
 
-SESSION = "session"
+WARM, SESSION, DISK = "warm", "session", "disk"
 FOLLOW_UP = 16  # tokens that a second turn adds
 TURNS = ("first turn", "second turn", "sent again", "edited")
 
@@ -22,6 +26,28 @@ class WarmTarget(EngineTarget):
     def decode(self, drafter: str, parallel: int, reference: Sequence[Trace], tick: Tick) -> list[Trace]:
         """See `gate.Target`."""
         super().decode(drafter, parallel, reference, tick)
+        return super().decode(drafter, parallel, reference, tick)
+
+
+class DiskTarget(EngineTarget):
+    """Asks every prompt in an engine that is shut down then, and compares what its successor answers."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        prompts: Sequence[NamedPrompt],
+        max_tokens: int,
+        extra_drafters: Mapping[str, Drafter] | None = None,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        config = config.model_copy(update={"disk_cache": Path(self._folder.name)})
+        super().__init__(config, prompts, max_tokens, extra_drafters)
+
+    def decode(self, drafter: str, parallel: int, reference: Sequence[Trace], tick: Tick) -> list[Trace]:
+        """See `gate.Target`."""
+        super().decode(drafter, parallel, reference, tick)
+        self._engine.close()
+        self._engine = self._open_engine()
         return super().decode(drafter, parallel, reference, tick)
 
 

@@ -58,7 +58,11 @@ class EngineTarget:
         """Raises ConfigError or CheckpointError."""
         self._prompts, self._max_tokens = prompts, max_tokens
         self._recorder = RowRecorder()
-        self._engine = Engine(config, extra_drafters=extra_drafters, record_logits=self._recorder)
+        self._config, self._extra_drafters = config, extra_drafters
+        self._engine = self._open_engine()
+
+    def _open_engine(self) -> Engine:
+        return Engine(self._config, extra_drafters=self._extra_drafters, record_logits=self._recorder)
 
     def decode(self, drafter: str, parallel: int, reference: Sequence[Trace], tick: Tick) -> list[Trace]:
         """See `gate.Target`. An empty `reference`: nothing to compare with yet. Raises TandemError."""

@@ -9,7 +9,15 @@ from tandem_client import TandemClient
 from tandem_backend.config import MIB
 from tandem_backend.engine.drafters.scripted import ScriptedDrafter
 from tandem_backend.model.config import load_model_config
-from tandem_backend.verification.cached_targets import SESSION, SessionTarget, WarmTarget, turns_of
+from tandem_backend.verification.cached_targets import (
+    DISK,
+    SESSION,
+    WARM,
+    DiskTarget,
+    SessionTarget,
+    WarmTarget,
+    turns_of,
+)
 from tandem_backend.verification.comparison import Trace
 from tandem_backend.verification.engine_target import EngineTarget, draft_config, plain_config
 from tandem_backend.verification.gate import COLD, PLAIN, Difference, Line, Plan, Target, verify
@@ -20,6 +28,8 @@ from tandem_backend.verification.server_target import ServerTarget
 CACHE_BYTES = 512 * MIB  # so that nothing goes during a run of some hundred prompts
 TEST_DRAFTERS = ("wrong", "half", "oracle")
 MODEL_DRAFTERS = ("lookup", "mtp")
+
+KINDS = {COLD: EngineTarget, WARM: WarmTarget, DISK: DiskTarget}
 
 Results = Iterator[tuple[Line, Difference | None]]
 
@@ -58,8 +68,7 @@ def verify_engine(
         )
         if cache == SESSION:
             return SessionTarget(config, sessions, max_tokens, scripted)
-        kind = EngineTarget if cache == COLD else WarmTarget
-        return kind(config, prompts, max_tokens, scripted)
+        return KINDS[cache](config, prompts, max_tokens, scripted)
 
     return _run(plan, references, open_target, progress)
 
