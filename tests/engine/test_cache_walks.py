@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random walks of conversations that share, extend, branch, end and come back, while memory is short.
 
-After every step each live sequence's KV rows, recurrent states and conv tails are held to a cold computation, bit for
-bit, and at the end every cached prefix and every logits row.
+Sometimes the engine is shut down, or dies, and begins anew over what is on disk. After every step each live sequence's
+KV rows, recurrent states and conv tails are held to a cold computation, bit for bit, and at the end every cached prefix
+and every logits row.
 """
 
+import tempfile
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from engine_driver import num_different as num_different_rows
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+from tandem_backend.config import MIB
 from tandem_backend.engine.drafters.scripted import ScriptedDrafter
 from tandem_backend.types import FinishReason, Prompt, Request, SamplingParams
 
@@ -38,13 +41,18 @@ class CacheWalk(RuleBasedStateMachine):
         super().__init__()
         self.ids = (str(n) for n in count())
         self.texts: list[tuple[int, ...]] = list(SHARED)  # prompts, and prompts with their answers
+        self.folder = tempfile.TemporaryDirectory()
         self.restart()
 
-    @rule()
-    def restart(self) -> None:
-        """What ran is forgotten, and so is all state."""
+    @rule(is_killed=st.booleans())
+    def restart(self, is_killed: bool = False) -> None:
+        """What ran is forgotten; what was on disk is found again, and what was in memory unless it was killed."""
         if hasattr(self, "driver"):
             self.check_results()
+            if is_killed:
+                self.tier.close()
+            else:
+                self.engine.close()
         config = engine_config(
             self.hybrid,
             drafters=("lookup", "mtp"),
@@ -56,11 +64,16 @@ class CacheWalk(RuleBasedStateMachine):
             joint_prefill_rows=9,
             prefix_cache_bytes=MAX_BYTES,
             anchor_grid=16,
+            disk_cache=Path(self.folder.name),
+            disk_cache_bytes=2 * MIB,
         )
         extra = {"half": ScriptedDrafter("half", self.plain.continuation, self.plain.vocab_size)}
         self.driver = EngineDriver(config, extra, poison=True)
         self.engine = self.driver.engine
         limit_blocks(self.engine, NUM_BLOCKS)
+        assert self.engine.spill is not None
+        self.tier = self.engine.spill.tier
+        assert self.tier.files.is_owner
         self.prompts: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
 
     def submit(self, text: tuple[int, ...], params: SamplingParams, salt: str = "") -> None:
@@ -106,8 +119,18 @@ class CacheWalk(RuleBasedStateMachine):
         self.engine.scheduler.check_integrity()
 
     @rule()
-    def flush(self) -> None:
+    def forget(self) -> None:
+        """Memory is cleared, and what is asked next may be on disk."""
         self.engine.scheduler.cache.clear()
+        self.engine.scheduler.check_integrity()
+
+    @rule()
+    def flush(self) -> None:
+        """All of memory goes to disk, and stays in memory."""
+        assert self.engine.spill is not None
+        for anchor in self.engine.scheduler.cache.anchors():
+            self.engine.spill.keep(anchor)
+        assert self.tier.settle(60)
         self.engine.scheduler.check_integrity()
 
     def teardown(self) -> None:
@@ -116,6 +139,10 @@ class CacheWalk(RuleBasedStateMachine):
         self.check_results()
         self.engine.scheduler.cache.clear()
         assert self.engine.scheduler.blocks.num_free == NUM_BLOCKS
+        assert self.tier.statistics()["disk_cache_write_errors_total"] == 0
+        assert self.tier.statistics()["disk_cache_bad_files_total"] == 0
+        self.tier.close()
+        self.folder.cleanup()
 
     def check_results(self) -> None:
         for request_id, (prompt, params) in self.prompts.items():
