@@ -15,6 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem_backend.engine.grammar.state import GrammarState
+from tandem_backend.engine.grammar.trial import GrammarTrial
 from tandem_backend.engine.tokenizer import Tokenizer
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import Grammar, GrammarKind
@@ -32,7 +33,9 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """vocab_size: the model's, which masks have; eos_token_ids may come where the grammar is complete."""
         self._vocab_size = vocab_size
-        self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        tokenizer_json = tokenizer.to_json()
+        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        self._trial = GrammarTrial(tokenizer_json, vocab_size, eos_token_ids, MAX_LEXER_STATES)
         self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, GrammarState] = OrderedDict()
@@ -61,6 +64,9 @@ class GrammarCompiler:
         # llguidance's converter raises bare Exceptions; whatever it is, it is about this source.
         except Exception as error:
             raise InvalidRequestError(f"{grammar.field}: {error}") from error
+        refusal = self._trial.refusal(source)
+        if refusal is not None:
+            raise InvalidRequestError(f"{grammar.field}: {refusal}")
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise InvalidRequestError(f"{grammar.field}: {_explain(matcher.get_error())}")
@@ -95,4 +101,5 @@ def _explain(message: str) -> str:
     outside = re.match(r"Resource '(.*?)' is not present", message)
     if outside is not None:
         return f"$ref is supported within the schema only, got {outside[1]}"
+    message = message.split("<backtrace>")[0]
     return " ".join(message.removesuffix("<non-verbose/>").split())[:500]
