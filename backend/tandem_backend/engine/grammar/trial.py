@@ -37,7 +37,7 @@ class GrammarTrial:
         )
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
-        self._end: weakref.finalize[..., "GrammarTrial"] | None = None
+        self._end: weakref.finalize[..., GrammarTrial] | None = None
 
     def refusal(self, source: str) -> str | None:
         """Why the grammar can't be taken, `source` being llguidance's form of it; None where it can be compiled.

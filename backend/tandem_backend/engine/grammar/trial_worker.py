@@ -12,8 +12,8 @@ import threading
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Less than any thread of a server has: what recurses too deep for a server does so here first.
-STACK_BYTES = 1 << 20
+# Half of what threads usually have: what recurses too deep for a server does so here first.
+STACK_BYTES = 4 << 20
 MEMORY_BYTES = 8 << 30
 
 
