@@ -15,9 +15,10 @@ from tandem_backend.engine.drafters.base import CommittedRows
 from tandem_backend.engine.drafting import Drafting
 from tandem_backend.engine.proposal_tree import FORCED
 from tandem_backend.engine.scheduler import ScheduledRows
+from tandem_backend.engine.sequence import Generation
 from tandem_backend.engine.sequence import Sequence as EngineSequence
 from tandem_backend.engine.times import PARTS, RoundTimes, Stopwatch
-from tandem_backend.errors import InvalidRequestError
+from tandem_backend.errors import InternalError, InvalidRequestError, TandemError
 from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
 from tandem_backend.model.decoder import ForwardResult
 from tandem_backend.model.passes import Passes
@@ -126,7 +127,7 @@ class RoundRunner:
         assert self.record_logits is not None
         assert step.output is not None
         generation, tokens = rows.generation, step.output.token_ids
-        nodes = [-1] if rows.num_prompt_rows else step.path[: len(tokens)]
+        nodes = ([-1] if rows.num_prompt_rows else step.path)[: len(tokens)]
         for n, node in enumerate(nodes):
             index = generation.num_output - len(tokens) + n
             self.record_logits(generation.request.request_id, index, logits[node].to("cpu", copy=True))
@@ -158,13 +159,17 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
     if tree is None and not rows.ends_prompt:
         sequence.num_computed += rows.num_prompt_rows
         return Step(range(rows.num_prompt_rows), None, None)
+    if generation.sampling.fault is not None:
+        return _refused(generation)
     accepted = accept(tree if tree is not None else anchor_tree(sequence.token_ids[-1]), choice.token_ids)
     if accepted.token_ids[-1] == NO_TOKEN:
         # What was accepted before goes out as in plain decoding; the next round ends the request.
         accepted = Accepted(accepted.path[:-1], accepted.token_ids[:-1])
         if not accepted.path:
-            return Step((), None, StepOutput(request_id=generation.request.request_id, error=_no_token()))
+            return _refused(generation)
     num_kept, text, reason = generation.take(accepted.token_ids)
+    if not num_kept:
+        return _refused(generation)
     # A kept token's own row is not computed yet, so as many rows are kept as tokens: a stop inside an accepted run cuts
     # the kept state with the text.
     path = range(rows.num_prompt_rows) if tree is None else accepted.path[:num_kept]
@@ -190,7 +195,15 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
     return Step(path, accepted if tree is not None else None, output, gap_s)
 
 
-def _no_token() -> InvalidRequestError:
+def _refused(generation: Generation) -> Step:
+    """The end of a request that can't have a next token. Nothing of the round is kept, so its session stays whole."""
+    fault, error = generation.sampling.fault, _no_token()
+    if fault is not None:
+        error = InternalError(f"the request's grammar failed: {type(fault).__name__}: {fault}")
+    return Step((), None, StepOutput(request_id=generation.request.request_id, error=error))
+
+
+def _no_token() -> TandemError:
     return InvalidRequestError(
         "sampling: the request's options and grammar together leave no token that could come next (bad_words, "
         "allowed_token_ids, logit_bias, no_repeat_ngram_size, min_tokens)"

@@ -129,15 +129,17 @@ class Generation:
         return DraftSampler(self.sampling, len(self.sequence.token_ids))
 
     def take(self, token_ids: list[int]) -> tuple[int, str, FinishReason | None]:
-        """Append the target's tokens up to the first that ends the request.
+        """Append the target's tokens up to the first that ends the request, or that its constraint fails on.
 
         Returns how many were kept, the text they made final, and why the request ended, if it did.
         """
         pieces: list[str] = []
         for n, token_id in enumerate(token_ids, start=1):
+            self.sampling.commit(token_id)
+            if self.sampling.fault is not None:
+                return n - 1, "".join(pieces), None
             self.sequence.token_ids.append(token_id)
             self.num_output += 1
-            self.sampling.commit(token_id)
             reason = self._push(token_id, pieces)
             if reason is not None:
                 return n, "".join(pieces), reason

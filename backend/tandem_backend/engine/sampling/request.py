@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tandem_backend.engine.sampling.constraint import Constraint
+from tandem_backend.engine.sampling.guarded import GuardedConstraint
 from tandem_backend.engine.sampling.history import History
 from tandem_backend.types import SamplingParams
 
@@ -24,7 +25,7 @@ class RequestSampling:
     bias_ids: Tensor  # [n] int64
     bias: Tensor  # [n] float32
     forbidden: Tensor | None  # [vocab] bool, the tokens outside allowed_token_ids
-    constraint: Constraint | None  # after the committed output
+    constraint: GuardedConstraint | None  # after the committed output
 
     @property
     def seed(self) -> int:
@@ -41,8 +42,13 @@ class RequestSampling:
         """Whether a row now chooses by the largest of its raw logits and nothing else is asked of it."""
         return num_output >= self.params.min_tokens and self.constraint is None and self.params.is_plain
 
+    @property
+    def fault(self) -> Exception | None:
+        """What the constraint raised; the request can't go on then."""
+        return self.constraint.fault.error if self.constraint is not None else None
+
     def commit(self, token_id: int) -> None:
-        """The next output token is fixed; never called with a rejected draft."""
+        """The next output token is fixed, unless `fault` is set after it; never called with a rejected draft."""
         if self.constraint is not None:
             self.constraint.advance(token_id)
 
@@ -75,5 +81,5 @@ def start_sampling(
         bias_ids=torch.tensor([token_id for token_id, _ in params.logit_bias], dtype=torch.int64),
         bias=torch.tensor([bias for _, bias in params.logit_bias], dtype=torch.float32),
         forbidden=forbidden,
-        constraint=constraint.fork() if constraint is not None else None,
+        constraint=GuardedConstraint(constraint.fork()) if constraint is not None else None,
     )
