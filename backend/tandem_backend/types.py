@@ -112,6 +112,7 @@ class SamplingParams:
     acceptance: AcceptanceRule = "exact"
     relax_tau: float | None = None  # a draft with this share of the largest probability is taken; None: never
     relax_rank: int = 5  # and only if it is among so many likeliest tokens
+    num_choices: int = 1  # answers to the one prompt; answer k draws with seed + k
 
     @property
     def uses_rejection(self) -> bool:

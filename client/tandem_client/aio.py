@@ -21,14 +21,16 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class AsyncGeneration(AsyncIterator[Chunk]):
-    """The chunks of one answer. Leaving it early (break, close(), a cancelled task) cancels the request on the server.
+    """The chunks of one request. Leaving it early (break, close(), a cancelled task) cancels the request on the server.
 
     Iterating raises TandemClientError; after that, and after close(), the iterator is exhausted.
     """
 
-    def __init__(self, responses: AsyncResponseStream, on_accepted: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, responses: AsyncResponseStream, on_accepted: Callable[[], None] | None = None, num_choices: int = 1
+    ) -> None:
         self._responses = responses
-        self._answer = Answer(on_accepted)
+        self._answer = Answer(on_accepted, num_choices)
         self._is_closed = False
 
     async def __anext__(self) -> Chunk:
@@ -74,12 +76,13 @@ class _AsyncGenerates(ABC):
     def generate(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> AsyncGeneration:
         """Send a request and iterate its answer with `async for`; give exactly one of prompt, messages and input_ids.
 
-        Raises ValueError or TypeError naming a wrong argument; iterating raises TandemClientError.
+        With `n` above 1 the chunks of all answers come as they are made; `choice_index` says whose each is. Raises
+        ValueError or TypeError naming a wrong argument; iterating raises TandemClientError.
         """
         return self._start(build_payload(prompt, **options))
 
     async def complete(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> Completion:
-        """The whole answer; arguments and errors are those of `generate`."""
+        """The whole answer, or with `n` all of them in its `choices`; arguments and errors are those of `generate`."""
         async with self.generate(prompt, **options) as chunks:
             return Completion.from_chunks([chunk async for chunk in chunks])
 
@@ -142,7 +145,7 @@ class AsyncTandemClient(_AsyncGenerates):
         self._model = model
 
     def _start(self, payload: Payload) -> AsyncGeneration:
-        return AsyncGeneration(self._transport.send(one_shot(self._model, payload)))
+        return AsyncGeneration(self._transport.send(one_shot(self._model, payload)), num_choices=payload.num_choices)
 
     def session(self, sequence_id: SequenceId | None = None) -> AsyncSession:
         """A conversation under `sequence_id`, or under a fresh one. Use it in an `async with`."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From responses to chunks. Pure; shared by both clients."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,11 +31,12 @@ _PERF_OUTPUTS = {
 class Answer:
     """Reads the responses of one request in order. `on_accepted` is called at the first one."""
 
-    def __init__(self, on_accepted: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_accepted: Callable[[], None] | None = None, num_choices: int = 1) -> None:
         self._on_accepted = on_accepted
+        self._num_choices = num_choices
         self._num_input_tokens = 0
-        self._num_output_tokens = 0
-        self._has_reason = False
+        self._num_output_tokens: Counter[int] = Counter()  # by choice
+        self._ended: set[int] = set()  # the choices that have a finish reason
         self._is_final = False
 
     def read(self, response: InferResponse) -> Chunk | None:
@@ -48,11 +50,13 @@ class Answer:
         tokens = response.outputs.get("token_ids")
         token_ids = () if tokens is None else tuple(tokens.tolist())
         self._num_input_tokens = response.scalar("num_input_tokens") or self._num_input_tokens
-        self._num_output_tokens += len(token_ids)
+        choice_index = response.scalar("choice_index") or 0
+        self._num_output_tokens[choice_index] += len(token_ids)
         finish_reason = response.scalar("finish_reason")
         if finish_reason == _NO_REASON:
             finish_reason = None
-        self._has_reason = self._has_reason or finish_reason is not None
+        if finish_reason is not None:
+            self._ended.add(choice_index)
         entries, prompt = response.json("logprobs"), response.json("prompt_logprobs")
         return Chunk(
             text=response.scalar("text_output") or "",
@@ -63,21 +67,23 @@ class Answer:
             top_logprobs=_top_logprobs(entries),
             prompt_logprobs=None if prompt is None else tuple(entry and _token_logprob(entry) for entry in prompt),
             finish_reason=finish_reason,
-            usage=None if finish_reason is None else self._usage(response),
+            usage=None if finish_reason is None else self._usage(response, choice_index),
+            choice_index=choice_index,
             receipt=response.scalar("receipt"),
         )
 
     def finish(self) -> None:
-        """The stream has ended. Raises IncompleteStreamError unless the answer is complete."""
-        if not self._is_final or not self._has_reason:
+        """The stream has ended. Raises IncompleteStreamError unless each answer is complete."""
+        is_complete = len(self._ended) == self._num_choices
+        if not self._is_final or not is_complete:
             missing = "a finish reason" if self._is_final else "the final response"
             raise IncompleteStreamError(f"the server closed the stream without {missing}")
 
-    def _usage(self, response: InferResponse) -> Usage:
+    def _usage(self, response: InferResponse, choice_index: int) -> Usage:
         found: dict[str, Any] = {field: response.scalar(output) for field, output in _PERF_OUTPUTS.items()}
         return Usage(
             num_input_tokens=self._num_input_tokens,
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=self._num_output_tokens[choice_index],
             drafters=_drafters(response.json("drafter_statistics") or {}),
             **{field: value for field, value in found.items() if value is not None},
         )

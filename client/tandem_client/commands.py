@@ -136,13 +136,21 @@ def _system_messages(system: str | None) -> list[dict[str, str]]:
 
 
 def _print_answer(chunks: Iterable[Chunk], stats: bool) -> None:
-    usage = None
+    """The first answer as it comes; further ones, where `n` asks for them, whole and behind it."""
+    usages: dict[int, Usage | None] = {0: None}
+    later: dict[int, str] = {}
     for chunk in chunks:
-        click.echo(chunk.text, nl=False)
-        usage = chunk.usage
+        if chunk.choice_index:
+            later[chunk.choice_index] = later.get(chunk.choice_index, "") + chunk.text
+        else:
+            click.echo(chunk.text, nl=False)
+        usages[chunk.choice_index] = chunk.usage
     click.echo()
-    if stats and usage is not None:
-        click.echo(describe(usage), err=True)
+    for index in sorted(later):
+        click.echo(f"--- choice {index}\n{later[index]}")
+    for _, usage in sorted(usages.items()):
+        if stats and usage is not None:
+            click.echo(describe(usage), err=True)
 
 
 def describe(usage: Usage) -> str:

@@ -30,6 +30,7 @@ class GenerateOptions(TypedDict, total=False):
     stop: strings that end the answer. stop_token_ids: tokens that end it.
     temperature: 0, the default, is greedy; top_k, top_p, min_p shape what is drawn from.
     seed: draws the same answer again; one that the server chose is in the last chunk's usage.
+    n: answers to the one prompt; answer k is drawn with seed + k. Not in a session.
     response_format: the answer's form, as in the OpenAI API; structured_outputs: the same in vLLM's words.
     tool_choice: "auto", "none", "required" or {"type": "function", "function": {"name": ...}}.
     reasoning_effort, max_reasoning_tokens: how long the answer may reason; reasoning_format: "tags", "field" or "both".
@@ -53,6 +54,7 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     seed: int | None
+    n: int | None
     response_format: Mapping[str, Any] | None
     structured_outputs: Mapping[str, Any] | None
     tool_choice: str | Mapping[str, Any] | None
@@ -68,10 +70,11 @@ class GenerateOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """The 1-D input tensors of one request by name, and its time limit in seconds."""
+    """The 1-D input tensors of one request by name, its time limit in seconds, and how many answers it will get."""
 
     inputs: Mapping[str, Tensor] = field(default_factory=dict)
     timeout_s: float | None = None
+    num_choices: int = 1
 
 
 def build_payload(
@@ -90,6 +93,7 @@ def build_payload(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int | None = None,
+    n: int | None = None,
     response_format: Mapping[str, Any] | None = None,
     structured_outputs: Mapping[str, Any] | None = None,
     tool_choice: str | Mapping[str, Any] | None = None,
@@ -122,6 +126,7 @@ def build_payload(
         "top_p": top_p,
         "min_p": min_p,
         "seed": seed,
+        "n": n,
         "response_format": response_format,
         "structured_outputs": structured_outputs,
         "tool_choice": tool_choice,
@@ -140,7 +145,15 @@ def build_payload(
         inputs["return_logprobs"] = _flag(True)
     if return_receipt:
         inputs["return_receipt"] = _flag(True)
-    return Payload(inputs, timeout_s)
+    return Payload(inputs, timeout_s, _num_choices(parameters.get("n")))
+
+
+def _num_choices(n: object) -> int:
+    """What `n`, a number or its text, asks for; one where the server will refuse it."""
+    try:
+        return max(int(str(n)), 1)
+    except ValueError:
+        return 1
 
 
 def stop_payload(timeout_s: float) -> Payload:

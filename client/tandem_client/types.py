@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a generation yields: chunks of text as they become final, usage with the last one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -84,7 +84,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one round of the server added to an answer; the last chunk has finish_reason and usage."""
+    """What one round of the server added to an answer; each answer's last chunk has finish_reason and usage."""
 
     text: str = ""  # final text: whole characters that are never taken back
     reasoning: str = ""  # with reasoning_format "field" or "both"
@@ -98,11 +98,12 @@ class Chunk:
     finish_reason: str | None = None  # "stop", "tool_calls", "length", "cancelled" or "timeout"
     usage: Usage | None = None
     receipt: str | None = None  # on the last chunk, with return_receipt; for `tandem audit`
+    choice_index: int = 0  # which of the n answers it belongs to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer: with n above 1 the first one, and the others in `choices`."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -114,11 +115,24 @@ class Completion:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     receipt: str | None = None
+    others: tuple["Completion", ...] = ()
+
+    @property
+    def choices(self) -> tuple["Completion", ...]:
+        """All n answers in the order of their seeds."""
+        return (replace(self, others=()), *self.others)
 
     @classmethod
     def from_chunks(cls, chunks: Iterable[Chunk]) -> "Completion":
-        """Join the chunks of one generation. Raises ValueError where the last one is missing."""
-        parts = list(chunks)
+        """Join the chunks of one generation. Raises ValueError where an answer's last one is missing."""
+        answers: dict[int, list[Chunk]] = {0: []}
+        for chunk in chunks:
+            answers.setdefault(chunk.choice_index, []).append(chunk)
+        first, *others = [cls._of_answer(answers[index]) for index in sorted(answers)]
+        return replace(first, others=tuple(others))
+
+    @classmethod
+    def _of_answer(cls, parts: Sequence[Chunk]) -> "Completion":
         if not parts or parts[-1].finish_reason is None or parts[-1].usage is None:
             raise ValueError("chunks: the last one must have a finish_reason and usage")
         return cls(

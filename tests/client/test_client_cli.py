@@ -196,3 +196,17 @@ def test_the_client_needs_no_torch() -> None:
 def test_generate_and_chat_are_installed() -> None:
     commands_found = cli.main.list_commands(click.Context(cli.main))
     assert {"chat", "generate"} <= set(commands_found)
+
+
+def test_generate_prints_several_choices_one_after_the_other(run: Run) -> None:
+    script = [
+        response("on", [1], choice_index=0),
+        response("tw", [2], choice_index=1),
+        response("o", [3], "stop", choice_index=1),
+        response("e", [4], "length", choice_index=0),
+        FINAL,
+    ]
+    result, transport = run(["generate", "Hi", "--sampling", '{"n": 2}', "--stats"], script)
+    assert result.stdout == "one\n--- choice 1\ntwo\n"
+    assert result.stderr == "7 tokens in, 2 out\n" * 2
+    assert sent(transport, 0, "sampling_parameters") == {"n": 2}

@@ -255,3 +255,49 @@ def test_calls_and_reasoning_are_joined(collect: Collect) -> None:
         ToolCall(id="call_1", name="f", arguments="{}"),
         ToolCall(id="call_2", name="g", arguments="[1]"),
     )
+
+
+def choice(index: int, *args: Any, **outputs: Any) -> InferResponse:
+    return response(*args, choice_index=index, **outputs)
+
+
+CHOICES = [
+    choice(1, "b", [2]),
+    choice(0, "a", [1, 5]),
+    choice(1, "!", [3], "length", seed=8),
+    choice(0, "", [], "stop", seed=7),
+]
+
+
+def test_chunks_tell_whose_they_are(collect: Collect) -> None:
+    chunks, error = collect([*CHOICES, FINAL], n=2)
+    assert error is None
+    assert [(chunk.choice_index, chunk.text, chunk.finish_reason) for chunk in chunks] == [
+        (1, "b", None),
+        (0, "a", None),
+        (1, "!", "length"),
+        (0, "", "stop"),
+    ]
+    usages = [chunk.usage for chunk in chunks if chunk.usage is not None]
+    assert [(usage.num_output_tokens, usage.num_input_tokens, usage.seed) for usage in usages] == [(2, 7, 8), (2, 7, 7)]
+
+
+def test_a_completion_has_all_choices() -> None:
+    answer = TandemClient(transport=FakeTransport([*CHOICES, FINAL])).complete("x", n=2)
+    assert (answer.text, answer.finish_reason) == ("a", "stop")
+    assert [(item.text, item.token_ids, item.usage.seed) for item in answer.choices] == [
+        ("a", (1, 5), 7),
+        ("b!", (2, 3), 8),
+    ]
+
+
+def test_a_single_answer_is_its_only_choice() -> None:
+    single = TandemClient(transport=FakeTransport(answer("a"))).complete("x")
+    assert single.choices == (single,)
+
+
+@pytest.mark.parametrize("asked", [{"n": 2}, {"sampling": {"n": "2"}}])
+def test_a_stream_that_lacks_a_choices_end_raises(collect: Collect, asked: dict[str, Any]) -> None:
+    _, error = collect([*CHOICES[:3], FINAL], **asked)
+    assert isinstance(error, IncompleteStreamError)
+    assert "finish reason" in str(error)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from tandem_backend.config import MIB, EngineConfig
 from tandem_backend.engine import Engine
+from tandem_backend.engine.choices import choice_ids
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.drafters.draft_model import DraftModelDrafter
 from tandem_backend.engine.drafters.mtp import MtpDrafter
@@ -88,7 +89,7 @@ class EngineDriver:
     def add(self, request: Request) -> None:
         prepared = self.engine.prepare(request)
         self.engine.add(prepared)
-        self.results[request.request_id] = Result()
+        self.results |= {name: Result() for name in choice_ids(request)}
 
     def step(self) -> list[StepOutput]:
         if self.poison:

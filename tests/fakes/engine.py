@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem_backend.engine.answer_form import AnswerForm
+from tandem_backend.engine.choices import choice_ids
 from tandem_backend.engine.health import Health
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import EngineCounters, FinishReason, Request, SequenceId, StepOutput
@@ -29,7 +30,7 @@ def chunk(text: str = "", *, finish_reason: FinishReason | None = None, **values
 
 
 class ScriptedEngine:
-    """Plays the script named by a request's prompt text, one output a step.
+    """Plays the script named by a request's prompt text, one output a step, and the same for each of its choices.
 
     A script without a last output runs until it is cancelled.
     """
@@ -59,8 +60,9 @@ class ScriptedEngine:
             if not request.sequence_start and request.sequence_id not in self.sessions:
                 raise InvalidRequestError(f"sequence_id: {request.sequence_id} is not known, send START")
             self.sessions.add(request.sequence_id)
-        self.requests[request.request_id] = request
-        self._left[request.request_id] = list(self.scripts[request.prompt.text])
+        for request_id in choice_ids(request):
+            self.requests[request_id] = request
+            self._left[request_id] = list(self.scripts[request.prompt.text])
 
     def cancel(self, request_id: str) -> None:
         if request_id in self._left:

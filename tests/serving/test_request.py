@@ -118,7 +118,8 @@ def test_all_sampling_fields() -> None:
             "logprobs": 20,
             "logprobs_mode": "processed",
             "prompt_logprobs": 0,
-            "n": 1,
+            "n": "3",
+            "best_of": 1,
             "top_logprobs": None,
         }
     ) == SamplingParams(
@@ -145,6 +146,7 @@ def test_all_sampling_fields() -> None:
         num_logprobs=20,
         logprobs_mode="processed",
         prompt_logprobs=0,
+        num_choices=3,
     )
 
 
@@ -202,7 +204,10 @@ def test_draft_is_a_switch(sampling: dict[str, Any], drafter: str | None) -> Non
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: .*greater than or equal to 0"),
         ({"seed": -1}, "seed: .*greater than or equal to 0"),
         ({"seed": 2**64}, "seed: .*less than"),
-        ({"n": 2}, "n: only 1"),
+        ({"n": 0}, "n: .*greater than or equal to 1, got 0"),
+        ({"n": 17}, "n: .*less than or equal to 16, got 17"),
+        ({"n": True}, "n: must be a number"),
+        ({"best_of": 2}, "best_of: only 1"),
         ({"use_beam_search": True}, "use_beam_search: only false"),
         ({"logprobs": 21}, "logprobs: .*less than or equal to 20"),
         ({"logprobs_mode": "cooked"}, "logprobs_mode: .*'raw' or 'processed'"),

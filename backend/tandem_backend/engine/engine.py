@@ -16,6 +16,7 @@ from tandem_backend.engine.answer_form import AnswerForms
 from tandem_backend.engine.assembly import assemble
 from tandem_backend.engine.cache.responses import ResponseCache, response_key
 from tandem_backend.engine.cache.spill import Spill
+from tandem_backend.engine.choices import split_choices
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.endings import Endings
 from tandem_backend.engine.fingerprint import Fingerprint, take_fingerprint
@@ -159,21 +160,30 @@ class Engine:
         spill.flush()
 
     def add(self, prepared: PreparedRequest) -> None:
-        """Queue a request. Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence)."""
-        request = prepared.request
-        known = self.responses.answer(prepared.response_key, request.request_id, prepared.arrival_time_ns)
-        if known is None:
-            self.scheduler.check_room(request)
+        """Queue a request, or all its choices: they have outputs under `choices.choice_ids`.
+
+        Raises UnavailableError (queue full) or InvalidRequestError (unknown sequence).
+        """
+        request, known, new = prepared.request, [], []
+        for choice in split_choices(prepared):
+            id_, arrival_ns = choice.request.request_id, choice.arrival_time_ns
+            answer = self.responses.answer(choice.response_key, id_, arrival_ns)
+            if answer is not None:
+                known.append(answer)
+            else:
+                new.append(choice)
+        if new:
+            self.scheduler.check_room(request, len(new))
         if request.sequence_start and request.sequence_id is not None:
             self.close_sequence(request.sequence_id, SessionEnd.RESET)
-        if known is not None:
-            self.endings.give(known)
-            return
-        self.scheduler.enqueue(prepared)
-        self.responses.expect(request.request_id, prepared.response_key)
+        for choice in new:
+            self.scheduler.enqueue(choice)
+            self.responses.expect(choice.request.request_id, choice.response_key)
+        for answer in known:
+            self.endings.give(answer)
 
     def cancel(self, request_id: str) -> None:
-        """End a request; the next step gives its last output. An unknown id is ignored."""
+        """End a request, or one choice of it; the next step gives its last output. An unknown id is ignored."""
         item = self.scheduler.waiting.find(request_id)
         if item is not None:
             self.scheduler.waiting.remove(item)
@@ -186,6 +196,8 @@ class Engine:
 
     def close_sequence(self, sequence_id: SequenceId, why: SessionEnd = SessionEnd.ENDED) -> None:
         """Cancel a sequence's requests and drop its state. An unknown id is ignored."""
+        for request_id in self.scheduler.choices_of(sequence_id):
+            self.cancel(request_id)
         session = self.scheduler.sessions.get(sequence_id)
         if session is not None:
             self.endings.close(session, why)

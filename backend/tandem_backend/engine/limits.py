@@ -26,7 +26,24 @@ class Limits:
             raise InvalidRequestError(
                 "relax_tau: must be absent: it breaks exactness, and engine.json does not set allow_relaxed_acceptance"
             )
+        self._check_choices(request)
         self._check_length(request, num_tokens)
+
+    def _check_choices(self, request: Request) -> None:
+        num_choices, config = request.params.num_choices, self.scheduler.config
+        if num_choices == 1:
+            return
+        if request.sequence_id is not None and not (request.sequence_start and request.sequence_end):
+            raise InvalidRequestError(
+                f"n: must be 1 for a turn of a sequence that stays open, which goes on behind one answer; got "
+                f"{num_choices} (START and END together make a single request)"
+            )
+        most = config.max_active + config.max_queued
+        if num_choices > most:
+            raise InvalidRequestError(
+                f"n: must be at most {most}, the requests that this model takes (max_active + max_queued); "
+                f"got {num_choices}"
+            )
 
     def _check_token_ids(self, request: Request) -> None:
         params, vocab_size = request.params, self.model.vocab_size

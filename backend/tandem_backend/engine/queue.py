@@ -2,7 +2,7 @@
 """RequestQueue: who waits, who may start next, and who has waited for too long."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from tandem_backend.config import EngineConfig
@@ -40,9 +40,9 @@ class RequestQueue:
     def __iter__(self) -> Iterator[Waiting]:
         return iter(tuple(self._items))
 
-    def check_room(self, num_running: int) -> None:
-        """Raises UnavailableError with a hint when to retry where no further request is taken."""
-        if len(self._items) + num_running >= self.config.max_active + self.config.max_queued:
+    def check_room(self, num_running: int, num_new: int = 1) -> None:
+        """Raises UnavailableError with a hint when to retry where so many further requests are not taken."""
+        if len(self._items) + num_running + num_new > self.config.max_active + self.config.max_queued:
             raise UnavailableError(
                 f"the queue is full ({len(self._items)} waiting, {num_running} running)",
                 retry_after_s=self.retry_after_s(num_running),
@@ -73,11 +73,16 @@ class RequestQueue:
             self.remove(item)
         return taken
 
-    def first(self) -> Waiting | None:
-        """Who may start next; turns of one session wait for each other."""
+    def first(self, read: Collection[str] = ()) -> Waiting | None:
+        """Who may start next; turns of one session wait for each other.
+
+        read: the requests whose prompt is being computed for one of their choices: the others wait for its state.
+        """
         best, best_rank, seen = None, math.inf, set()
         for item in self._items:
             session, rank = item.session, self._rank_s(item)
+            if item.prepared.choice_of in read:
+                continue
             if session is not None:
                 if session.running is not None or id(session) in seen:
                     continue
@@ -109,4 +114,6 @@ class RequestQueue:
 
     def _due_s(self, item: Waiting) -> float:
         longest_s = self.config.queue_timeout_s or math.inf
+        if item.prepared.is_later_choice:
+            longest_s = math.inf  # it waits for its turn in a request that is being served
         return min(item.prepared.deadline_s, item.prepared.arrival_s + longest_s)

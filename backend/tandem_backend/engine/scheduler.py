@@ -56,9 +56,9 @@ class Scheduler:
     def blocks(self) -> IndexPool:
         return self.cache.index.blocks
 
-    def check_room(self, request: Request) -> None:
+    def check_room(self, request: Request, num_choices: int = 1) -> None:
         """Raises UnavailableError when the request can't be queued: nothing has changed then."""
-        self.waiting.check_room(len(self.running))
+        self.waiting.check_room(len(self.running), num_choices)
         if self._opens_session(request):
             kept = self._kept_sessions(request)
             if len(kept) >= self.config.max_sessions and not any(session.is_idle for session in kept):
@@ -70,10 +70,11 @@ class Scheduler:
     def enqueue(self, prepared: PreparedRequest) -> None:
         """Queue a request that `check_room` let pass. Raises InvalidRequestError where it continues no open sequence.
 
-        A new session takes the place of the least recently used idle one if there are max_sessions.
+        A new session takes the place of the least recently used idle one if there are max_sessions. Choices have none:
+        no turn follows them.
         """
         request, session = prepared.request, None
-        if request.sequence_id is not None:
+        if request.sequence_id is not None and prepared.choice_of is None:
             if self._opens_session(request):
                 kept = self._kept_sessions(request)
                 if len(kept) >= self.config.max_sessions:
@@ -104,11 +105,24 @@ class Scheduler:
     def startable(self) -> Iterator[Waiting]:
         """Take requests off the queue as long as one may start. The caller starts each before it asks for the next."""
         while len(self.running) < self.config.max_active:
-            item = self.waiting.first()
+            item = self.waiting.first(self._read_for_choices())
             if item is None or not self._make_room(item):
                 return
             self.waiting.remove(item)
             yield item
+
+    def _read_for_choices(self) -> set[str]:
+        """The requests of which a choice computes the prompt, where the prefix cache will give it to the others."""
+        if not self.cache.is_on:
+            return set()
+        return {g.prepared.choice_of for g in self.running if g.prepared.choice_of is not None and g.is_reading}
+
+    def choices_of(self, sequence_id: SequenceId) -> list[str]:
+        """Ids of the choices that run or wait under a sequence id; they belong to no session."""
+        prepared = [*(item.prepared for item in self.waiting), *(g.prepared for g in self.running)]
+        return [
+            p.request.request_id for p in prepared if p.choice_of is not None and p.request.sequence_id == sequence_id
+        ]
 
     def _make_room(self, item: Waiting) -> bool:
         """Drop idle sessions, least recently used first, until the request's worst case fits.

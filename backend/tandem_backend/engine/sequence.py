@@ -46,6 +46,12 @@ class PreparedRequest:
     bad_words: tuple[tuple[int, ...], ...] = ()  # their token ids
     constraint: Constraint | None = None  # before the first output token; each generation forks it
     form: AnswerForm = field(default_factory=AnswerForm)
+    choice_of: str | None = None  # the request that this is one of several choices of
+
+    @property
+    def is_later_choice(self) -> bool:
+        """Whether this is a choice after the first: one of a request that is being served already."""
+        return self.choice_of is not None and self.choice_of != self.request.request_id
 
     @property
     def deadline_s(self) -> float:
@@ -120,6 +126,11 @@ class Generation:
     @property
     def is_decoding(self) -> bool:
         return self.sequence.num_pending == 1 and self.num_output > 0
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether its prompt is being computed, of which others that begin with it will find the state."""
+        return self.sequence.num_pending > 1
 
     @property
     def draft_sampler(self) -> DraftSampler | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+from tandem_backend.engine.choices import choice_ids
 from tandem_backend.errors import InternalError, TandemError, UnavailableError
 from tandem_backend.serving.outbox import Outbox
 from tandem_backend.serving.polling import POLL_INTERVAL_S, poll_pause_s
@@ -71,21 +72,24 @@ class EngineLoop:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, prepared: "PreparedRequest", responder: Responder) -> None:
-        """Run a request; its responder gets all outputs. Raises UnavailableError after drain() and stop()."""
+    def submit(self, prepared: "PreparedRequest", *responders: Responder) -> None:
+        """Run a request; its responders, one a choice, get all outputs.
+
+        Raises UnavailableError after drain() and stop().
+        """
         if self._draining:
             raise UnavailableError("the server is shutting down")
-        self._register(prepared.request.request_id, responder)
+        self._register(dict(zip(choice_ids(prepared.request), responders, strict=True)))
         self._commands.put(partial(self._add, prepared))
 
     def close_sequence(self, sequence_id: SequenceId, request_id: str, responder: Responder) -> None:
         """Cancel the sequence's requests and drop its state, then answer with one empty output, "cancelled"."""
-        self._register(request_id, responder)
+        self._register({request_id: responder})
         self._commands.put(partial(self._close, sequence_id, request_id))
 
     def clear_caches(self, request_id: str, responder: Responder) -> None:
         """Forget cached prefixes and answers, then answer with how many there were, as JSON by cache."""
-        self._register(request_id, responder)
+        self._register({request_id: responder})
         self._commands.put(partial(self._clear, request_id))
 
     def end_sequence(self, sequence_id: SequenceId) -> None:
@@ -113,12 +117,13 @@ class EngineLoop:
         if not engine_thread.is_alive():
             self._engine.close(max(end_s - time.monotonic(), 0))
 
-    def _register(self, request_id: str, responder: Responder) -> None:
+    def _register(self, responders: Mapping[str, Responder]) -> None:
         with self._lock:
             if self._refusal is not None:
                 raise UnavailableError(self._refusal)
-            self._live[request_id] = responder
-        self._outbox.open(request_id, is_streaming=responder.is_streaming)
+            self._live.update(responders)
+        for request_id, responder in responders.items():
+            self._outbox.open(request_id, is_streaming=responder.is_streaming)
 
     # The engine thread.
 
@@ -166,17 +171,17 @@ class EngineLoop:
             self._next_report_s = min(self._next_report_s, time.monotonic() + END_REPORT_DELAY_S)
 
     def _add(self, prepared: "PreparedRequest") -> None:
-        request_id, sequence_id = prepared.request.request_id, prepared.request.sequence_id
+        request_ids, sequence_id = choice_ids(prepared.request), prepared.request.sequence_id
         try:
             self._engine.add(prepared)
-            self._in_engine.add(request_id)
+            self._in_engine.update(request_ids)
         except TandemError as error:
-            self._emit([StepOutput(request_id=request_id, error=error)])
+            self._emit([StepOutput(request_id=request_id, error=error) for request_id in request_ids])
             if sequence_id is not None and prepared.request.sequence_end:
                 self._engine.end_sequence(sequence_id)
         except Exception as error:
             log.exception("a request could not be added")
-            self._emit([StepOutput(request_id=request_id, error=_internal(error))])
+            self._emit([StepOutput(request_id=request_id, error=_internal(error)) for request_id in request_ids])
 
     def _clear(self, request_id: str) -> None:
         self._in_engine.add(request_id)

@@ -14,6 +14,7 @@ from tandem_backend.config import load_engine_config
 from tandem_backend.engine import Engine
 from tandem_backend.errors import InternalError, TandemError
 from tandem_backend.serving.answer import answer_reader
+from tandem_backend.serving.choices import choice_senders
 from tandem_backend.serving.drain import on_drain
 from tandem_backend.serving.log import log_to_triton
 from tandem_backend.serving.loop import EngineLoop
@@ -105,15 +106,21 @@ class TritonPythonModel:
             return
         observer.prompt = parsed.request.prompt
         prepared = self._engine.prepare(parsed.request)
-        responder = Responder(
-            sender,
-            parsed.options,
-            prepared.num_prompt_tokens,
-            observer,
-            error_as_output=wants_error_output(request),
-            reader=answer_reader(prepared, parsed.options.reasoning_format),
-        )
-        self._loop.submit(prepared, responder)
+        options, num_prompt_tokens = parsed.options, prepared.num_prompt_tokens
+        senders = choice_senders(sender, prepared.request, num_prompt_tokens, is_streaming=options.stream)
+        responders = [
+            Responder(
+                own_sender,
+                options,
+                num_prompt_tokens,
+                observer,
+                error_as_output=wants_error_output(request),
+                reader=answer_reader(prepared, options.reasoning_format),
+                choice=choice,
+            )
+            for own_sender, choice in senders
+        ]
+        self._loop.submit(prepared, *responders)
 
 
 @dataclass(slots=True)

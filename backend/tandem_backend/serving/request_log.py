@@ -48,6 +48,8 @@ class RequestLog:
             "stream": ended.is_streaming,
             "outcome": ended.outcome,
         }
+        if ended.choice_index is not None:
+            entry["choice_index"] = ended.choice_index
         if ended.error is not None:
             entry |= self._error(ended.error)
         if ended.stats is not None:

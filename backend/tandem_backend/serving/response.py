@@ -31,13 +31,22 @@ class Sender(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """Which of a request's several choices a Responder answers."""
+
+    index: int
+    unstarted: RequestStats  # its figures where it ended before it ran
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """How a request ended: a finish reason, or "error" and which."""
+    """How a request, or one of its choices, ended: a finish reason, or "error" and which."""
 
     outcome: str
     is_streaming: bool
     stats: RequestStats | None = None  # of a request that ran
     error: TandemError | None = None
+    choice_index: int | None = None  # where it has several
 
 
 class Responder:
@@ -56,8 +65,9 @@ class Responder:
         *,
         error_as_output: bool = False,
         reader: AnswerReader | None = None,
+        choice: Choice | None = None,
     ) -> None:
-        self._sender, self._reader = sender, reader
+        self._sender, self._reader, self._choice = sender, reader, choice
         self._on_end = on_end
         self._error_as_output = error_as_output
         self._options = options or ResponseOptions()
@@ -92,7 +102,7 @@ class Responder:
             self._cumulative_logprob += logprob
         if not output.is_last and not (self._options.stream and (self._piece.text or self._token_ids)):
             return
-        ended = Ended(output.finish_reason, self.is_streaming, output.stats) if output.finish_reason else None
+        ended = self._ended(output.finish_reason, output.stats) if output.finish_reason else None
         try:
             # Held here while it is sent: the stub would free a tensor that was not requested without the GIL.
             tensors = self._tensors(output)
@@ -113,11 +123,15 @@ class Responder:
         """Answer with `error` and FINAL. Never raises."""
         if self.finished:
             return
-        ended = Ended(FAILED, self.is_streaming, stats, error)
+        ended = self._ended(FAILED, stats, error)
         try:
             self._send(self._error_response(error), ended)
         except Exception:
             self._send_bare_final(ended)
+
+    def _ended(self, outcome: str, stats: RequestStats | None, error: TandemError | None = None) -> Ended:
+        index = self._choice.index if self._choice is not None else None
+        return Ended(outcome, self.is_streaming, stats, error, index)
 
     def _error_response(self, error: TandemError) -> Any:
         if not self._error_as_output:
@@ -148,6 +162,10 @@ class Responder:
         reason = output.finish_reason or NO_FINISH_REASON
         if reader is not None and reader.num_calls and reason == FinishReason.STOP:
             reason = TOOL_CALLS
+        is_choice = self._choice is not None
+        # Without it the token ids of several choices in one response could not be told apart.
+        must_count = is_choice and options.return_token_ids
+        owes_receipt = is_choice and options.return_receipt and output.is_last
         columns: list[tuple[str, bool, Any, list[Any]]] = [
             ("text_output", True, object, [self._piece.text]),
             ("finish_reason", options.return_finish_reason, object, [reason]),
@@ -157,14 +175,19 @@ class Responder:
             ("logprobs", options.return_logprobs, object, [json.dumps(self._logprobs)]),
             ("prompt_logprobs", bool(self._prompt_logprobs), object, [json.dumps(self._prompt_logprobs)]),
             ("num_input_tokens", options.return_num_input_tokens, np.uint32, [self._num_prompt_tokens]),
-            ("num_output_tokens", options.return_num_output_tokens, np.uint32, [len(self._token_ids)]),
+            ("num_output_tokens", options.return_num_output_tokens or must_count, np.uint32, [len(self._token_ids)]),
             ("token_ids", options.return_token_ids, np.int32, self._token_ids),
-            ("receipt", output.receipt is not None, object, [output.receipt]),
+            ("receipt", output.receipt is not None or owes_receipt, object, [output.receipt or ""]),
             ("relaxed_acceptance", options.relaxed_acceptance, np.bool_, [True]),
         ]
-        if options.return_perf_metrics and output.is_last and output.stats is not None:
-            columns += _perf_columns(output.stats)
-            columns += [("seed", output.stats.seed is not None, np.uint64, [output.stats.seed or 0])]
+        stats = output.stats
+        if self._choice is not None:
+            columns.append(("choice_index", True, np.int32, [self._choice.index]))
+            # Every choice has its element in each output.
+            stats = stats or self._choice.unstarted
+        if options.return_perf_metrics and output.is_last and stats is not None:
+            columns += _perf_columns(stats)
+            columns += [("seed", stats.seed is not None, np.uint64, [stats.seed or 0])]
         return [pb_utils.Tensor(name, np.array(data, dtype=dtype)) for name, wanted, dtype, data in columns if wanted]
 
 

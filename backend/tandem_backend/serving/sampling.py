@@ -16,6 +16,7 @@ MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 256
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_CHOICES = 16
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 100.0
 NO_DRAFTER = "none"
 
@@ -123,9 +124,9 @@ class SamplingFields(BaseModel):
     acceptance: Literal["exact", "rejection"] = "exact"
     relax_tau: Share | None = None
     relax_rank: Annotated[Integer, Field(ge=1, le=100)] = 5
+    n: Annotated[Integer, Field(ge=1, le=MAX_CHOICES)] = 1
 
     length_penalty: Annotated[Number, _only(1)] = 1.0
-    n: Annotated[Integer, _only(1)] = 1
     best_of: Annotated[Integer, _only(1)] = 1
     beam_width: Annotated[Integer, _only(1)] = 1
     use_beam_search: Annotated[bool, _only(False)] = False
@@ -182,6 +183,7 @@ def parse_sampling(values: Mapping[str, Any]) -> SamplingParams:
         acceptance=fields.acceptance,
         relax_tau=fields.relax_tau,
         relax_rank=fields.relax_rank,
+        num_choices=fields.n,
     )
 
 
