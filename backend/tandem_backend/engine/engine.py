@@ -225,7 +225,9 @@ class Engine:
     def counters(self) -> EngineCounters:
         """What was done since the load; a copy."""
         tier = self.spill.tier if self.spill is not None else None
-        return counters(self.rounds.counters, self.scheduler, self._starter.counters, self.responses, tier)
+        return counters(
+            self.rounds.counters, self.rounds.times, self.scheduler, self._starter.counters, self.responses, tier
+        )
 
     def clear_caches(self) -> dict[str, int]:
         """Forget cached prefixes and responses; returns how many there were, by cache. Sessions keep their state."""

@@ -17,7 +17,7 @@ from tandem_backend.engine.proposal_tree import FORCED
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.sequence import Generation
 from tandem_backend.engine.sequence import Sequence as EngineSequence
-from tandem_backend.engine.times import PARTS, RoundTimes, Stopwatch
+from tandem_backend.engine.times import RoundTimes, Stopwatch
 from tandem_backend.errors import InternalError, InvalidRequestError, TandemError
 from tandem_backend.model.batch import RowBatch, SequenceRows, build_batch
 from tandem_backend.model.decoder import ForwardResult
@@ -89,9 +89,7 @@ class RoundRunner:
         counters.num_rounds += 1
         counters.round_rows.observe(spent.num_rows)
         counters.round_sequences.observe(len(steps))
-        for part in PARTS:
-            counters.part_s[part] = counters.part_s.get(part, 0.0) + spent.part_ms(part) / 1e3
-        counters.round_s.observe(sum(spent.part_ms(part) for part in PARTS) / 1e3)
+        counters.round_s.observe(spent.total_ms / 1e3)
         for tree, step in zip(trees, steps, strict=True):
             num_tokens = len(step.output.token_ids) if step.output is not None else 0
             counters.num_output_tokens += num_tokens

@@ -9,6 +9,7 @@ from tandem_backend.engine.cache.responses import ResponseCache
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.self_test import SelfTestResult
 from tandem_backend.engine.sizes import MemorySizes
+from tandem_backend.engine.times import RoundTimes
 from tandem_backend.types import CacheCounters, EngineCounters, SessionEnd
 
 
@@ -42,12 +43,13 @@ def statistics(
 
 def counters(
     done: EngineCounters,
+    times: RoundTimes,
     scheduler: Scheduler,
     sessions: CacheCounters,
     responses: ResponseCache,
     tier: DiskTier | None,
 ) -> EngineCounters:
-    """A copy of `done` with the caches' counters."""
+    """A copy of `done` with the rounds' parts and the caches' counters."""
     num_evicted = done.ended_sessions[SessionEnd.MEMORY] + done.ended_sessions[SessionEnd.IDLE]
     caches = {
         "prefix": replace(scheduler.cache.counters),
@@ -56,4 +58,4 @@ def counters(
     }
     if tier is not None:
         caches["disk"] = replace(tier.counters, num_evictions=tier.files.num_evictions)
-    return replace(deepcopy(done), caches=caches)
+    return replace(deepcopy(done), part_s=times.by_part_s(), caches=caches)
