@@ -3,6 +3,9 @@
 
 from typing import ClassVar
 
+# What a client sent may be in an error's text, and that may be megabytes.
+MAX_TEXT_LEN = 4000
+
 
 class TandemError(Exception):
     """Base of all errors that Tandem raises on purpose."""
@@ -11,7 +14,8 @@ class TandemError(Exception):
 
     def wire(self) -> str:
         """The message as clients see it: `[CODE] text`; HTTP generate answers 400 to all, so the code is in it."""
-        return f"[{self.code}] {self}"
+        text = str(self)
+        return f"[{self.code}] {text if len(text) <= MAX_TEXT_LEN else text[:MAX_TEXT_LEN] + ' ...'}"
 
 
 class ConfigError(TandemError):

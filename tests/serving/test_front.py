@@ -102,6 +102,18 @@ def test_a_failed_forward_is_answered(serve: Callable[..., Inner], failure: Exce
     assert request.sender.num_finals == 1
 
 
+def test_parameters_that_are_no_text_are_the_clients_mistake(serve: Callable[..., Inner]) -> None:
+    def parameters() -> str:
+        return b'{"cache_salt": "\xff"}'.decode()
+
+    request = InferenceRequest.of(text_input="x")
+    request.parameters = parameters  # type: ignore[method-assign]
+    inner = serve(lambda _: iter([]), request)
+    message = request.sender.wait()[0].error().message()
+    assert message.startswith("[INVALID_ARG] request parameters: must be UTF-8")
+    assert (inner.requests, request.sender.num_finals) == ([], 1)
+
+
 def test_cancelling_stops_the_inner_request(serve: Callable[..., Inner]) -> None:
     def endless(_: InferenceRequest) -> Iterator[InferenceResponse]:
         yield text("a")

@@ -346,3 +346,21 @@ def test_a_cache_salt_separates_tenants() -> None:
 def test_wrong_own_fields_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
         parse(text_input="x", sampling_parameters=json.dumps(values))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"stop_token_ids": [-1] * 200_000},
+        {"logit_bias": {f"x{n}": "y" for n in range(100_000)}},
+        {"allowed_token_ids": [0] * ((1 << 20) + 1)},
+        {"bad_words": [""] * 250},
+        {"strict": True, **{f"name{n}": 1 for n in range(10_000)}},
+        {"max_tokens": 8, "min_tokens": 10**4000},
+    ],
+    ids=["token ids", "biases", "too many ids", "bad words", "unknown names", "a long number"],
+)
+def test_an_error_stays_short_however_much_is_wrong(sampling: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        params(sampling=sampling)
+    assert len(caught.value.wire()) < 5000

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from tandem_backend.errors import InternalError, UnavailableError
+from tandem_backend.errors import InternalError, InvalidRequestError, UnavailableError
 from tandem_backend.serving.ended_iterators import EndedIterators
 from tandem_backend.serving.model_config import reports_metrics, string_parameters
 from tandem_backend.serving.polling import POLL_INTERVAL_S, poll_pause_s
 from tandem_backend.serving.registry import Registry
-from tandem_backend.serving.request import ERROR_PARAMETER, FLAG_SEQUENCE_END, FLAG_SEQUENCE_START
+from tandem_backend.serving.request import ERROR_PARAMETER, FLAG_SEQUENCE_END, FLAG_SEQUENCE_START, read_parameters
 from tandem_backend.serving.triton_errors import ERROR_OUTPUT, FINAL, passed_error, triton_error
 from tandem_backend.serving.watchdog import exit_with_parent
 
@@ -113,6 +113,8 @@ class TritonPythonModel:
                 self._forward(request, sender)
         except pb_utils.TritonModelException as failure:  # Triton refused it: `tandem` is not loaded, wrong dtype, ...
             error = pb_utils.TritonError(str(failure))
+        except InvalidRequestError as failure:
+            error = triton_error(failure)
         except Exception as failure:
             error = triton_error(InternalError(f"{type(failure).__name__}: {failure}"))
         finally:
@@ -129,7 +131,7 @@ class TritonPythonModel:
             requested_output_names=[*request.requested_output_names(), ERROR_OUTPUT],
             inputs=request.inputs(),
             timeout=request.timeout(),
-            parameters={**_bls_parameters(request.parameters()), ERROR_PARAMETER: True},
+            parameters={**_bls_parameters(read_parameters(request)), ERROR_PARAMETER: True},
         )
         forwarded = _Forwarded(sequence_id, sender, self._ended_iterators)
         with self._lock:

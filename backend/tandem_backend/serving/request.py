@@ -72,7 +72,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         if sequence_id is None:
             raise InvalidRequestError("stop: closes a sequence, so it needs a sequence_id; none was sent")
         return Parsed(request=None, sequence_id=sequence_id)
-    values, ignored = _collect_sampling(inputs, _parameters(request))
+    values, ignored = _collect_sampling(inputs, read_parameters(request))
     cache_salt, admin = take_own(values)
     if admin is not None:
         return Parsed(request=None, sequence_id=None, admin=admin)
@@ -98,7 +98,8 @@ def parse_request(request: Any, request_id: str) -> Parsed:
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
 
 
-def _parameters(request: Any) -> str:
+def read_parameters(request: Any) -> str:
+    """A request's parameters as JSON text. Raises InvalidRequestError where they are no text."""
     try:
         parameters: str = request.parameters()
     except UnicodeDecodeError as error:

@@ -17,7 +17,9 @@ MAX_BAD_WORDS = 256
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
+MAX_TOKEN_IDS = 1 << 20  # more than any vocabulary has
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 100.0
+MAX_EXPLAINED = 8  # wrong values that an error names
 NO_DRAFTER = "none"
 
 Fields = TypeVar("Fields", bound=BaseModel)
@@ -50,6 +52,17 @@ def _from_text(allowed: str) -> BeforeValidator:
     return BeforeValidator(read)
 
 
+def _at_most(count: int) -> BeforeValidator:
+    """Look at the number first: explaining each of 100,000 wrong items would hold up every stream for seconds."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | tuple | dict) and len(value) > count:
+            raise PydanticCustomError("too_many", "must have at most {count} items", {"count": count})
+        return value
+
+    return BeforeValidator(check)
+
+
 def _only(*allowed: float | bool) -> AfterValidator:
     """Accept the values that change nothing. A client that sends its defaults is served, one that means it is told."""
 
@@ -75,16 +88,21 @@ def _temperature(value: float) -> float:
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 StopStrings = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many), Field(max_length=MAX_STOP_STRINGS)
+    tuple[Annotated[str, Field(min_length=1)], ...], _at_most(MAX_STOP_STRINGS), BeforeValidator(_one_or_many)
 ]
-TokenIds = Annotated[tuple[Annotated[Integer, Field(ge=0)], ...], _from_text("a list of integers")]
+TokenIds = Annotated[
+    tuple[Annotated[Integer, Field(ge=0)], ...],
+    Field(fail_fast=True),
+    _at_most(MAX_TOKEN_IDS),
+    _from_text("a list of integers"),
+]
 Biases = Annotated[
     dict[Annotated[int, Field(ge=0)], Annotated[Number, Field(ge=-100, le=100)]],
+    _at_most(MAX_BIASES),
     _from_text("an object of biases by token id"),
-    Field(max_length=MAX_BIASES),
 ]
 BadWords = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_one_or_many), Field(max_length=MAX_BAD_WORDS)
+    tuple[Annotated[str, Field(min_length=1)], ...], _at_most(MAX_BAD_WORDS), BeforeValidator(_one_or_many)
 ]
 Share = Annotated[Number, Field(gt=0, le=1)]
 
@@ -195,10 +213,12 @@ def validated(model: type[Fields], values: Mapping[str, Any]) -> Fields:
     try:
         return model.model_validate({name: value for name, value in values.items() if value is not None})
     except ValidationError as error:
-        raise InvalidRequestError("; ".join(_explain(item) for item in error.errors())) from error
+        wrong = error.errors(include_url=False, include_context=False)
+        more = f"; and {len(wrong) - MAX_EXPLAINED} more" if len(wrong) > MAX_EXPLAINED else ""
+        raise InvalidRequestError("; ".join(map(_explain, wrong[:MAX_EXPLAINED])) + more) from error
 
 
 def _explain(item: Any) -> str:
     name, *rest = item["loc"]
     where = name + "".join(f"[{part}]" for part in rest if part != "[key]")
-    return f"{where}: {item['msg']}, got {repr(item['input'])[:100]}"
+    return f"{where[:200]}: {item['msg']}, got {repr(item['input'])[:100]}"
