@@ -53,7 +53,7 @@ def _prompt(name: str, kind: str, pairs: Sequence[tuple[Run, Run]]) -> dict[str,
 def _round(runs: Sequence[Run]) -> dict[str, float]:
     """Means over all rounds of the runs, which had one sequence each."""
     num_rounds = sum(run.times.num_rounds for run in runs)
-    parts = {f"{part}_ms": sum(run.times.part_ms(part) for run in runs) / num_rounds for part in PARTS}
+    parts = {f"{part}_ms": sum(getattr(run.times, f"{part}_ms") for run in runs) / num_rounds for part in PARTS}
     round_ms = sum(parts.values())
     return {
         "acceptance_len": acceptance_len(sum(run.num_tokens for run in runs), num_rounds),
