@@ -2,9 +2,12 @@
 """Caches of a real Triton server: what a second request saves, whose caches it sees, and who may clear them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
-from small_server import ADMIN_TOKEN
+import pytest
+from small_server import ADMIN_TOKEN, small_repository
+from tandem_backend.serving.launcher import TritonServer
 from triton_calls import metrics, post, wait_until
 
 TEXT = "The quick brown fox reads a file line by line and counts the words in it. " * 4
@@ -45,3 +48,21 @@ def test_a_server_without_a_token_takes_no_admin_requests(server: Any) -> None:
     status, reply = clear(server, "")
     assert status == 400
     assert "[INVALID_ARG] admin: this model takes no admin requests" in reply["error"]
+
+
+@pytest.mark.timeout(180)
+def test_a_restarted_server_resumes_from_disk(tmp_path: Path) -> None:
+    repository = small_repository(tmp_path / "repository")
+    config = repository / "tandem" / "1" / "engine.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"disk_cache": str(tmp_path / "disk")}))
+    with TritonServer(repository, log_path=tmp_path / "first.log") as server:
+        first = generate(server, cache_salt="a")
+    assert list((tmp_path / "disk").glob("*.safetensors"))
+    with TritonServer(repository, log_path=tmp_path / "second.log") as server:
+        answers = [generate(server, cache_salt=salt) for salt in ("a", "b")]
+        assert (first["num_cached_tokens"], answers[1]["num_cached_tokens"]) == (0, 0)
+        assert answers[0]["num_cached_tokens"] > 50
+        assert [answer["text_output"] for answer in answers] == [first["text_output"]] * 2
+        wait_until(lambda: metrics(server)['tandem_cache_hits_total{cache="disk"}'] > 0)
+        assert metrics(server)["tandem_disk_cache_bytes"] > 0
+        assert metrics(server)["tandem_disk_cache_bad_files_total"] == 0

@@ -100,7 +100,9 @@ class CacheWalk(RuleBasedStateMachine):
     @rule(times=st.integers(1, 5))
     def step(self, times: int) -> None:
         for _ in range(times):
-            for output in self.driver.step():
+            outputs = self.driver.step()
+            assert self.tier.settle(60)  # a walk is repeated step by step: what is on disk is no matter of time
+            for output in outputs:
                 if output.is_last:
                     prompt, _ = self.prompts[output.request_id]
                     self.texts.append((*prompt, *self.driver.results[output.request_id].token_ids))
@@ -111,11 +113,13 @@ class CacheWalk(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         self.engine.cancel(data.draw(st.sampled_from(list(self.prompts)[-4:])))
+        assert self.tier.settle(60)
         self.engine.scheduler.check_integrity()
 
     @rule(num_blocks=st.integers(1, 3))
     def evict(self, num_blocks: int) -> None:
         self.engine.scheduler.cache.make_room(self.engine.scheduler.blocks.num_free + num_blocks, None)
+        assert self.tier.settle(60)
         self.engine.scheduler.check_integrity()
 
     @rule()

@@ -285,6 +285,26 @@ def test_a_file_under_another_name_is_not_read(hybrid: Path, folder: Path, plain
     assert num_different(result, plain.run(LONG, PARAMS)) == 0
 
 
+def test_a_file_that_is_written_anew_while_it_is_looked_up_is_read(hybrid: Path, folder: Path, plain: Plain) -> None:
+    """First without rows for the mtp drafter, then with them: the index still tells of the first."""
+    fill(hybrid, folder, anchor_grid=0)
+    whole = {path: path.read_bytes() for path in files(folder)}
+    shutil.rmtree(folder)
+    driver = launch(hybrid, folder, anchor_grid=0)
+    ask(driver, LONG, SamplingParams(max_tokens=8, ignore_eos=True, drafter="none"))
+    driver.engine.close()
+    driver = launch(hybrid, folder, anchor_grid=0)
+    assert files(folder) == list(whole)
+    for path, content in whole.items():
+        assert path.read_bytes() != content
+        path.write_bytes(content)
+    result = ask(driver, LONG, SamplingParams(max_tokens=8, ignore_eos=True, drafter="none"))
+    assert num_cached(result) == len(LONG) - 1
+    assert num_different(result, plain.run(LONG, PARAMS)) == 0
+    assert tier(driver).statistics()["disk_cache_bad_files_total"] == 0
+    assert files(folder) == list(whole)
+
+
 def test_files_of_other_weights_are_removed_by_the_owner_alone(hybrid: Path, folder: Path, tmp_path: Path) -> None:
     fill(hybrid, folder)
     foreign = files(folder)
