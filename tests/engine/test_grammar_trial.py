@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tandem_backend.engine.grammar import GrammarCompiler
 from tandem_backend.engine.tokenizer import Tokenizer
 from tandem_backend.errors import InvalidRequestError
@@ -47,3 +48,15 @@ def test_an_error_of_the_library_names_no_stack(compiler: GrammarCompiler) -> No
     with pytest.raises(InvalidRequestError) as caught:
         compiler.compile(Grammar(kind=GrammarKind.GRAMMAR, source=source, field="guided"))
     assert "backtrace" not in str(caught.value)
+
+
+def test_an_ambiguous_grammar_ends_with_nothing_allowed_and_does_not_go_on_for_ever(compiler: GrammarCompiler) -> None:
+    source = 'start: a\na: b b b b b\nb: a | "" | /./'
+    state = compiler.compile(Grammar(kind=GrammarKind.GRAMMAR, source=source, field="guided"))
+    mask = torch.full((8192 // 32,), -1, dtype=torch.int32)
+    for _ in range(200):
+        state.fill_mask(mask)
+        if not mask.any():
+            return
+        assert state.advance(100)
+    pytest.fail("200 tokens of a grammar whose every step doubles the work")

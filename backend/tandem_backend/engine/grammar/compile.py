@@ -25,6 +25,8 @@ DEFAULT_WHITESPACE = r" |\n {0,32}|\n\t{0,16}"
 NUM_CACHED = 64
 # A state of the lexer takes 1 to 2 kB, and requests of one grammar share them.
 MAX_LEXER_STATES = 50_000
+# Of the parser, for a mask: an ambiguous grammar may ask for any number, and all streams wait while the mask is filled.
+MAX_STEP_ITEMS = 10_000
 
 
 class GrammarCompiler:
@@ -36,7 +38,9 @@ class GrammarCompiler:
         tokenizer_json = tokenizer.to_json()
         self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
         self._trial = GrammarTrial(tokenizer_json, vocab_size, eos_token_ids, MAX_LEXER_STATES)
-        self._limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._limits = LLParserLimits(
+            max_lexer_states=MAX_LEXER_STATES, step_max_items=MAX_STEP_ITEMS, verbose_errors=False
+        )
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, GrammarState] = OrderedDict()
 
