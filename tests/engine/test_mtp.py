@@ -195,3 +195,26 @@ def test_the_comparison_sees_the_bug(hybrid: Path, broken: type[MtpDrafter]) -> 
     mtp = drafter(hybrid, 1, 1, broken)
     compare(hybrid, mtp)
     assert mtp.num_different > mtp.num_compared / 10
+
+
+def test_a_round_that_keeps_no_row_leaves_the_drafts_as_they_are(hybrid: Path) -> None:
+    """It once shifted the outputs of all sequences that were written with it, and the drafter was left out for good."""
+    torch.manual_seed(0)
+    tokens = [list(range(1, 9)), list(range(9, 14))]
+    proposals = []
+    for has_empty_rows in (False, True):
+        compared = drafter(hybrid, 1, 1)
+        mtp, hidden_size = compared.inner, compared.reference.head.decoder.config.hidden_size
+        contexts = []
+        for key, token_ids in enumerate(tokens):
+            mtp.begin(key)
+            hidden = torch.full((len(token_ids) - 1, hidden_size), 0.1 * (key + 1))
+            mtp.observe([CommittedRows(key, 0, hidden, token_ids[1:], [key])])
+            if has_empty_rows:
+                mtp.observe([CommittedRows(key, len(token_ids) - 1, hidden[:0], [], [key])])
+                mtp.kept(key)
+                mtp.observe([CommittedRows(key, len(token_ids) - 1, hidden[:0], [], [key])])
+            contexts.append(DraftContext(key, token_ids, len(token_ids), [key], max_nodes=4, max_depth=4))
+        proposals.append(mtp.propose(contexts))
+    assert proposals[0] == proposals[1]
+    assert all(proposal.token_ids for proposal in proposals[0])

@@ -117,6 +117,8 @@ class MtpDrafter:
             track = self._tracks.get(item.key)
             if track is None or track.num_rows != item.start:
                 continue  # rows before these were never seen: this sequence can't be drafted for
+            if not item.next_token_ids:
+                continue  # a round may keep no row of a request that it ends
             track.wait(item)
             if len(item.next_token_ids) >= PROMPT_ROWS or track.num_pending >= MAX_PENDING_ROWS:
                 full.append(track)
