@@ -8,6 +8,8 @@ from torch import Tensor
 
 from tandem_backend.engine.sampling.constraint import MASK_BITS
 
+MAX_FORCED = 64  # more than a draft tree holds
+
 
 @dataclass(slots=True)
 class GrammarState:
@@ -15,11 +17,18 @@ class GrammarState:
 
     matcher: LLMatcher
     vocab_size: int  # of the mask; the tokenizer may know fewer tokens
+    # A run of forced tokens found before, and how many of them have come: a long one is not worked out every round.
+    run: tuple[int, ...] = ()
+    num_passed: int = 0
 
     def fork(self) -> "GrammarState":
-        return GrammarState(self.matcher.deep_copy(), self.vocab_size)
+        return GrammarState(self.matcher.deep_copy(), self.vocab_size, self.run, self.num_passed)
 
     def advance(self, token_id: int) -> bool:
+        if self.num_passed < len(self.run) and self.run[self.num_passed] == token_id:
+            self.num_passed += 1
+        else:
+            self.run, self.num_passed = (), 0
         return self.matcher.consume_token(token_id)
 
     def fill_mask(self, mask: Tensor) -> None:
@@ -31,8 +40,10 @@ class GrammarState:
             mask.zero_()
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, as far as the text is known."""
-        return self.matcher.compute_ff_tokens()
+        """Tokens that must come next: as far as the text is known, but no more than MAX_FORCED."""
+        if self.num_passed == len(self.run):
+            self.run, self.num_passed = tuple(self.matcher.compute_ff_tokens()), 0
+        return list(self.run[self.num_passed : self.num_passed + MAX_FORCED])
 
     def is_finished(self) -> bool:
         """Whether the text is complete and nothing can be added to it."""
