@@ -56,7 +56,7 @@ CACHE_MISSES = "tandem_cache_misses_total"
 CACHE_SAVED_TOKENS = "tandem_cache_saved_tokens_total"
 CACHE_EVICTIONS = "tandem_cache_evictions_total"
 COUNTERS = {
-    "tandem_disk_cache_dropped_total": "Anchors that did not go to disk since too many waited",
+    "tandem_disk_cache_dropped_total": "Anchors left out: too many waited, or what they go on from is not on disk",
     "tandem_disk_cache_write_errors_total": "Anchors that could not be written to disk",
     "tandem_disk_cache_bad_files_total": "Files of the disk cache that were torn, damaged or none of it",
     ROUNDS: "Rounds of the engine: passes over the rows of all running requests",

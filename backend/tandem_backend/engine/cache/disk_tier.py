@@ -194,7 +194,7 @@ class DiskTier:
                 self.files.touch(self._ancestry(record.header.parent))
                 entry = self.files.write(record.digest, record.header, record.tensors)
                 if entry is None:
-                    self.num_failed += 1
+                    self.num_dropped += 1
                 elif not self._is_wanted(record):
                     self.files.remove([entry])
         except Exception as error:

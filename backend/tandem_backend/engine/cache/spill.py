@@ -81,10 +81,11 @@ class Spill:
     ) -> bool:
         """Put the state after the last entry into the cache; says whether there was room.
 
-        What the cache has of the prefix before the first entry, it has in the match's blocks.
+        What the cache has of the prefix before the first entry, it has in the match's blocks; those that are written to
+        are copied, the one with the parent's last row among them.
         """
-        start, position = entries[0].header.start, entries[-1].header.position
-        num_shared, within = divmod(start, self.cache.state.block)
+        first, position = entries[0].header, entries[-1].header.position
+        num_shared, within = divmod(first.first_row, self.cache.state.block)
         num_blocks = self._num_blocks(position) - num_shared
         if not self.cache.make_room(num_blocks, match):
             return False
@@ -97,7 +98,7 @@ class Spill:
             copy_block(self.cache.kv, path[num_shared].block, table[num_shared])
         for entry, tensors in zip(entries, parts, strict=True):
             self._copy_in(entry, tensors, table)
-        num_rows = num_drafter_rows(entries, min(_drafter_rows(path), start))
+        num_rows = num_drafter_rows(entries, min(_drafter_rows(path), first.start))
         self._add(tenant, token_ids[:position], table, parts[-1], num_rows)
         for block in table:
             pool.release(block)
