@@ -3,11 +3,12 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import pytest
 from tandem_client import AsyncTandemClient, Completion, ServerError, TandemClient
-from triton_calls import PROMPT, GrpcStream, post, wait_until_free
+from triton_calls import PROMPT, GrpcStream, metrics, post, wait_until
 
 SAMPLED: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "logprobs": 2, "stop": "\n\n"}
 LONG: dict[str, Any] = {"text_input": PROMPT, "max_tokens": 4000}
@@ -18,10 +19,11 @@ def key(answer: Completion) -> tuple[Any, ...]:
 
 
 def test_each_choice_is_the_single_answer_with_its_seed(server: Any) -> None:
+    prompt = "def choose_lines(path, number):\n"  # which no other test has brought into the prefix cache
     with TandemClient(server.grpc_url) as client:
-        found = client.complete(PROMPT, **SAMPLED, seed=5, n=4).choices
-        singles = [client.complete(PROMPT, **SAMPLED, seed=5 + k) for k in range(4)]
-        greedy = client.complete(PROMPT, max_tokens=8, n=2).choices
+        found = client.complete(prompt, **SAMPLED, seed=5, n=4).choices
+        singles = [client.complete(prompt, **SAMPLED, seed=5 + k) for k in range(4)]
+        greedy = client.complete(prompt, max_tokens=8, n=2).choices
     assert [key(answer) for answer in found] == [key(answer) for answer in singles]
     assert [answer.usage.seed for answer in found] == [5, 6, 7, 8]
     assert len({answer.token_ids for answer in found}) > 1
@@ -30,7 +32,7 @@ def test_each_choice_is_the_single_answer_with_its_seed(server: Any) -> None:
 
     async def run() -> Completion:
         async with AsyncTandemClient(server.grpc_url) as client:
-            return await client.complete(PROMPT, **SAMPLED, seed=5, n=4)
+            return await client.complete(prompt, **SAMPLED, seed=5, n=4)
 
     assert [key(answer) for answer in asyncio.run(run()).choices] == [key(answer) for answer in singles]
 
@@ -59,10 +61,19 @@ def test_http_gives_all_choices_in_one_response_and_streams_them_by_index(server
 @pytest.mark.parametrize("model", ["tandem", "tandem_generate"])
 def test_a_client_that_cancels_ends_all_choices(server: Any, model: str) -> None:
     sampling = '{"ignore_eos": true, "n": 4, "temperature": 0.5, "seed": 1}'
+    num_sessions = metrics(server)["tandem_num_sessions"]  # that other tests left open
     with GrpcStream(server.grpc_url) as leaving:
         leaving.send(model=model, stream=True, sampling_parameters=sampling, **LONG)
         next(leaving.responses())
-    wait_until_free(server)
+    cancelled_s = time.time()
+
+    def is_over() -> bool:
+        found = metrics(server)
+        is_new = found["tandem_heartbeat_timestamp_seconds"] > cancelled_s
+        is_idle = found["tandem_num_active"] == found["tandem_num_queued"] == 0
+        return is_new and is_idle and found["tandem_num_sessions"] <= num_sessions
+
+    wait_until(is_over)
 
 
 def test_an_open_sequence_has_one_answer_a_turn(server: Any) -> None:
