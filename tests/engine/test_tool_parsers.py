@@ -4,6 +4,7 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,30 @@ def test_reasoning_is_split_however_the_text_is_cut(in_block: bool, text: str, r
         assert "".join(split.reasoning for split in splits) == reasoning
         assert "".join(split.answer for split in splits) == answer
         assert "".join(split.markup + split.answer for split in splits) == text
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": 3},
+        {"type": {"a": 1}},
+        {"type": [["string"], None]},
+        {"allOf": 5},
+        {"allOf": {"type": "string"}},
+        {"anyOf": "x"},
+        {"enum": 1},
+        {"$ref": 7},
+        {"$ref": "#/$defs/none"},
+    ],
+)
+def test_a_schema_that_is_none_types_nothing(schema: dict[str, Any]) -> None:
+    assert typed_value("12", schema) == 12
+
+
+def test_references_that_branch_are_followed_once() -> None:
+    """Looked at along every path, these would be 50 to the power of 20."""
+    names = [f"d{n}" for n in range(21)]
+    defs: dict[str, Any] = {a: {"anyOf": [{"$ref": f"#/$defs/{b}"}] * 50} for a, b in pairwise(names)}
+    schema = {"$defs": defs | {"d20": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    assert typed_value("12", schema) == 12
+    assert typed_value("x", {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}] * 9}}, "$ref": "#/$defs/a"}) == "x"

@@ -185,3 +185,16 @@ def test_the_client_is_released_even_if_the_error_cannot_be_sent(log: list[str])
     dead = ResponseSender(broken_sends=frozenset({1, 2, 3}))
     Responder(dead).output(chunk("a", finish_reason=FinishReason.STOP))
     assert any("could not be finished" in line for line in log)
+
+
+def test_an_answer_that_can_not_be_read_still_ends() -> None:
+    class Broken:
+        def push(self, text: str) -> None:
+            raise ValueError("an odd tool call")
+
+    sender = ResponseSender()
+    responder = Responder(sender, ResponseOptions(stream=True), reader=Broken())
+    responder.output(ROUNDS[0])
+    responder.output(ROUNDS[-1])
+    assert sender.num_finals == 1
+    assert "an odd tool call" in sender.responses[-1].error().message()

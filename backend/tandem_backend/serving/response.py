@@ -94,7 +94,11 @@ class Responder:
         if output.error is not None:
             self.fail(output.error, output.stats)
             return
-        self._read(output)
+        try:
+            self._read(output)
+        except Exception as error:
+            self.fail(InternalError(f"the answer could not be read: {error}"), output.stats)
+            return
         self._token_ids += output.token_ids
         self._logprobs += _logprob_entries(output)
         self._prompt_logprobs += [_prompt_entry(entry) for entry in output.prompt_logprobs]

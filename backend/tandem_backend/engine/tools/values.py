@@ -7,21 +7,33 @@ from collections.abc import Mapping
 from typing import Any
 
 ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
-MAX_REFERENCES = 16
+MAX_DEPTH = 64
 MAX_LITERAL_LEN = 1 << 16
 WORDS: Mapping[str, Any] = {"true": True, "false": False, "null": None, "none": None}
 
 
-def json_types(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
-    """The JSON types that a schema allows, by its type, enum, const, anyOf, oneOf, allOf and local $ref."""
-    root = schema if root is None else root
-    if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
+def json_types(
+    schema: Any, root: Any = None, known: dict[int, frozenset[str]] | None = None, depth: int = 0
+) -> frozenset[str]:
+    """The JSON types that a schema allows, by its type, enum, const, anyOf, oneOf, allOf and local $ref.
+
+    What is written in another way than JSON Schema allows everything. Each part is looked at once, since references
+    may branch.
+    """
+    root, known = (schema if root is None else root), ({} if known is None else known)
+    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return ALL_TYPES
-    types = ALL_TYPES
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = types = ALL_TYPES
+
+    def inner(part: Any) -> frozenset[str]:
+        return json_types(part, root, known, depth + 1)
+
     if "$ref" in schema:
-        types &= json_types(_resolve(root, schema["$ref"]), root, depth + 1)
-    if "type" in schema:
-        named = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        types &= inner(_resolve(root, schema["$ref"]))
+    named = [name for name in _list(schema.get("type")) if isinstance(name, str)]
+    if named:
         types &= frozenset(named) | (frozenset({"integer"}) if "number" in named else frozenset())
     if "const" in schema:
         types &= _types_of([schema["const"]])
@@ -29,10 +41,15 @@ def json_types(schema: Any, root: Any = None, depth: int = 0) -> frozenset[str]:
         types &= _types_of(schema["enum"])
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            types &= frozenset().union(*(json_types(branch, root, depth + 1) for branch in schema[keyword]))
-    for branch in schema.get("allOf", ()):
-        types &= json_types(branch, root, depth + 1)
+            types &= frozenset().union(*(inner(branch) for branch in schema[keyword]))
+    for branch in schema["allOf"] if isinstance(schema.get("allOf"), list) else ():
+        types &= inner(branch)
+    known[id(schema)] = types
     return types
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _resolve(root: Any, reference: Any) -> Any:
