@@ -18,7 +18,17 @@ from typing import Any
 import psutil
 import pytest
 from tandem_backend.serving.launcher import TritonServer
-from triton_calls import EXACTLY, FULL_ANSWER, MODEL_REPOSITORY, PROMPT, Answer, GrpcStream, ask, post
+from triton_calls import (
+    EXACTLY,
+    FULL_ANSWER,
+    MODEL_REPOSITORY,
+    PROMPT,
+    Answer,
+    GrpcStream,
+    ask,
+    metrics,
+    post,
+)
 from tritonclient.utils import InferenceServerException
 
 TANDEM = Path(sys.executable).parent / "tandem"
@@ -115,17 +125,19 @@ def test_shutdown_drains_then_answers_the_rest(tmp_path: Path) -> None:
         stubs = psutil.Process(server.pid).children(recursive=True)
         expected = ask(server, **short)
         body = {"text_input": PROMPT, "max_tokens": 4000, "ignore_eos": True, "draft": "off", "stream": True}
-        with GrpcStream(server.grpc_url) as ending, GrpcStream(server.grpc_url) as endless:
+        with (
+            GrpcStream(server.grpc_url) as ending,
+            GrpcStream(server.grpc_url) as endless,
+            in_background(lambda: post(server.http_url, "generate_stream", body)) as by_http,
+        ):
             endless.send(stream=True, **LONG)
             running = endless.responses()
             next(running)
+            wait_until(lambda: metrics(server)["tandem_num_active"] >= 2, timeout_s=5)  # the one over HTTP runs too
             ending.send(stream=True, **short, **FULL_ANSWER)
             answer = ending.responses()
             first = next(answer)
-            with (
-                in_background(lambda: post(server.http_url, "generate_stream", body)) as by_http,
-                in_background(server.stop) as stopped,
-            ):
+            with in_background(server.stop) as stopped:
                 assert Answer([first, *answer]) == expected
                 with pytest.raises(InferenceServerException, match=r"\[UNAVAILABLE\] the server is shutting down"):
                     list(running)
