@@ -69,7 +69,8 @@ def _ask(client: TandemClient, request: RecordedRequest) -> Answer:
     except TandemClientError as error:
         raise TandemError(f"request {request.name!r}: {error}") from error
     return Answer(
-        finish_reason=completion.finish_reason,
+        # The engine knows no calls: an answer that stopped and called tools has stopped.
+        finish_reason="stop" if completion.finish_reason == "tool_calls" else completion.finish_reason,
         text=completion.text,
         token_ids=list(completion.token_ids),
         logprobs=[float_bits(value).hex() for value in completion.logprobs or ()],
