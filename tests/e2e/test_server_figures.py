@@ -29,7 +29,7 @@ def test_a_request_tells_what_it_cost(stream: GrpcStream) -> None:
         (answer,) = stream.responses(model)
         assert 1 <= answer.num_rounds <= 24
         assert 1 <= answer.acceptance_length <= 24
-        assert answer.num_cached_tokens == 0
+        assert answer.num_cached_tokens < 5
         drafters = json.loads(answer.drafter_statistics)
         assert sum(item["drafted"] for item in drafters.values()) == answer.total_draft_tokens
         assert sum(item["accepted"] for item in drafters.values()) == answer.total_accepted_draft_tokens

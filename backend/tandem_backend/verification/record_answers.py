@@ -60,6 +60,7 @@ def _ask(client: TandemClient, request: RecordedRequest) -> Answer:
             request.prompt,
             messages=request.messages,
             tools=request.tools,
+            tool_choice="none" if request.tools else None,  # the text as it was written, calls and all
             enable_thinking=request.enable_thinking,
             max_tokens=request.max_tokens,
             stop=request.stop or None,
@@ -69,8 +70,7 @@ def _ask(client: TandemClient, request: RecordedRequest) -> Answer:
     except TandemClientError as error:
         raise TandemError(f"request {request.name!r}: {error}") from error
     return Answer(
-        # The engine knows no calls: an answer that stopped and called tools has stopped.
-        finish_reason="stop" if completion.finish_reason == "tool_calls" else completion.finish_reason,
+        finish_reason=completion.finish_reason,
         text=completion.text,
         token_ids=list(completion.token_ids),
         logprobs=[float_bits(value).hex() for value in completion.logprobs or ()],
