@@ -60,7 +60,6 @@ def _ask(client: TandemClient, request: RecordedRequest) -> Answer:
             request.prompt,
             messages=request.messages,
             tools=request.tools,
-            tool_choice="none" if request.tools else None,  # the text as it was written, calls and all
             enable_thinking=request.enable_thinking,
             max_tokens=request.max_tokens,
             stop=request.stop or None,
