@@ -28,7 +28,6 @@ def test_parallel_requests_of_a_server_get_the_bits_of_plain_ones(server: Triton
     assert "6 combinations, 0 different, 0 without drafts" in result.stdout
 
 
-@pytest.mark.xfail(reason="a server gives tool calls apart from the text; records compare the text", strict=True)
 def test_a_server_answers_as_the_engine_of_another_process(server: TritonServer, tmp_path: Path) -> None:
     """Streamed and not, at once and with other drafts: the record was made without a server."""
     record = str(tmp_path / "record.json")

@@ -13,9 +13,10 @@ from tandem_client.transport import GrpcTransport, ResponseStream
 from tandem_client.wire import InferRequest
 
 from tandem_backend.config import EngineConfig
-from tandem_backend.engine import Engine
+from tandem_backend.engine import Engine, PreparedRequest
+from tandem_backend.engine.tools import make_parser, read_tools
 from tandem_backend.errors import TandemError
-from tandem_backend.types import Prompt, Request, SamplingParams, StepOutput
+from tandem_backend.types import FinishReason, Prompt, Request, SamplingParams, StepOutput, ToolChoice
 from tandem_backend.verification.comparison import float_bits
 from tandem_backend.verification.records import Answer, RecordedRequest
 
@@ -23,15 +24,16 @@ from tandem_backend.verification.records import Answer, RecordedRequest
 def answer_in_process(checkpoint: Path, requests: Sequence[RecordedRequest]) -> list[Answer]:
     """With the engine as it is configured by default; there is no streaming to tell apart. Raises TandemError."""
     engine = Engine(EngineConfig(checkpoint=checkpoint))
-    for request in requests:
-        engine.add(engine.prepare(_engine_request(request)))
+    prepared = [engine.prepare(_engine_request(request)) for request in requests]
+    for item in prepared:
+        engine.add(item)
     outputs: dict[str, list[StepOutput]] = {request.name: [] for request in requests}
     while engine.has_work():
         for output in engine.step():
             if output.error is not None:
                 raise TandemError(f"request {output.request_id!r}: {output.error}")
             outputs[output.request_id].append(output)
-    return [_join(outputs[request.name]) for request in requests]
+    return [_join(item, outputs[item.request.request_id]) for item in prepared]
 
 
 def answer_by_server(url: str, requests: Sequence[RecordedRequest]) -> list[Answer]:
@@ -73,6 +75,7 @@ def _ask(client: TandemClient, request: RecordedRequest) -> Answer:
         text=completion.text,
         token_ids=list(completion.token_ids),
         logprobs=[float_bits(value).hex() for value in completion.logprobs or ()],
+        tool_calls=[(call.name, call.arguments) for call in completion.tool_calls],
     )
 
 
@@ -91,14 +94,27 @@ def _engine_request(request: RecordedRequest) -> Request:
         min_tokens=request.min_tokens,
         stop=tuple(request.stop),
         ignore_eos=request.ignore_eos,
+        tool_choice=ToolChoice() if request.tools else None,
     )
     return Request(request_id=request.name, prompt=prompt, params=params)
 
 
-def _join(outputs: Sequence[StepOutput]) -> Answer:
+def _join(prepared: PreparedRequest, outputs: Sequence[StepOutput]) -> Answer:
+    text, reason = "".join(output.text for output in outputs), str(outputs[-1].finish_reason)
+    calls: dict[int, tuple[str, str]] = {}
+    if prepared.form.tool_format is not None and prepared.request.prompt.tools:
+        parser = make_parser(prepared.form.tool_format, read_tools(prepared.request.prompt.tools))
+        parts = [parser.push(text), parser.finish()]
+        text = "".join(part.content for part in parts)
+        for delta in (delta for part in parts for delta in part.calls):
+            name, arguments = calls.get(delta.index, (delta.name or "", ""))
+            calls[delta.index] = (name, arguments + delta.arguments)
+        if calls and reason == FinishReason.STOP:
+            reason = "tool_calls"  # as the server says it
     return Answer(
-        finish_reason=str(outputs[-1].finish_reason),
-        text="".join(output.text for output in outputs),
+        finish_reason=reason,
+        text=text,
+        tool_calls=list(calls.values()),
         token_ids=[token_id for output in outputs for token_id in output.token_ids],
         logprobs=[float_bits(value).hex() for output in outputs for value in output.logprobs],
     )

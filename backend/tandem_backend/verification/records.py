@@ -57,6 +57,7 @@ class Answer(_Model):
     text: str
     token_ids: list[int]
     logprobs: list[str]
+    tool_calls: list[tuple[str, str]] = []  # name and arguments of each call; they are no part of the text
 
 
 class Entry(_Model):
@@ -122,7 +123,7 @@ def _compare(recorded: Answer, present: Answer) -> str | None:
     for i, (expected, got) in enumerate(zip_longest(pairs(recorded), pairs(present))):
         if expected != got:
             return f"output token {i}: recorded {_show(expected)}, now {_show(got)}"
-    for name in ("finish_reason", "text"):
+    for name in ("finish_reason", "text", "tool_calls"):
         expected, got = getattr(recorded, name), getattr(present, name)
         if expected != got:
             return f"{name}: recorded {expected!r}, now {got!r}"
