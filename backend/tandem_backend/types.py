@@ -2,8 +2,8 @@
 """Plain data that crosses layers: a request on its way in, the outputs of a round on their way out. No tensors."""
 
 from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any, Literal
@@ -293,3 +293,15 @@ class StepOutput:
     @property
     def is_last(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+
+def join_outputs(outputs: Sequence[StepOutput]) -> StepOutput:
+    """One output with all that a request's outputs gave one after the other; what only the last has is the last's."""
+    return replace(
+        outputs[-1],
+        text="".join(output.text for output in outputs),
+        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
+        logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
+        top_logprobs=tuple(top for output in outputs for top in output.top_logprobs),
+        prompt_logprobs=tuple(entry for output in outputs for entry in output.prompt_logprobs),
+    )

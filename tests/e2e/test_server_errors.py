@@ -26,7 +26,7 @@ BAD_REQUESTS = [
     ({"text_input": "x", "messages": "[]"}, "INVALID_ARG", "got text_input and messages"),
     ({"text_input": "x", "max_tokens": 0}, "INVALID_ARG", "max_tokens: "),
     ({"text_input": "x", "sampling_parameters": '{"max_tokens": 5'}, "INVALID_ARG", "sampling_parameters: not valid"),
-    ({"text_input": "x", "sampling_parameters": '{"temperature": -0.7}'}, "INVALID_ARG", "temperature"),
+    ({"text_input": "x", "sampling_parameters": '{"temperature": -0.7}'}, "INVALID_ARG", "temperature: must be 0"),
     ({"text_input": "x", "sampling_parameters": '{"drafter": "no-such"}'}, "INVALID_ARG", "drafter"),
     ({"text_input": "x", "stream": True, "exclude_input_in_output": False}, "INVALID_ARG", "exclude_input_in_output"),
     ({"input_ids": [99_999_999]}, "INVALID_ARG", "input_ids"),

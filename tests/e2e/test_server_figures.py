@@ -73,8 +73,12 @@ def _metrics(server: Any) -> dict[str, float]:
     found = {}
     for name, labels, value in re.findall(r"^(tandem_\w+)\{(.*)\} (\S+)$", _metrics_text(server), re.MULTILINE):
         values = dict(re.findall(r'(\w+)="(.*?)"', labels))
-        if (values.pop("model"), values.pop("version")) != ("tandem", "1"):
-            continue  # the front has a heartbeat of its own
+        model = values.pop("model")
+        assert values.pop("version") == "1"
+        if model == "tandem_generate":
+            assert name == "tandem_heartbeat_timestamp_seconds"  # all that the front has
+            continue
+        assert model == "tandem"
         found[" ".join([name, *values.values()])] = float(value)
     return found
 

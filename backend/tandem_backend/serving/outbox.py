@@ -5,9 +5,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from tandem_backend.types import StepOutput
+from tandem_backend.types import StepOutput, join_outputs
 
 
 @dataclass(slots=True)
@@ -109,14 +109,5 @@ def join(outputs: Sequence[StepOutput]) -> list[StepOutput]:
     """One output for all; an error, which takes the place of an output, stays by itself."""
     given = [output for output in outputs if output.error is None]
     if len(given) > 1:
-        given = [
-            replace(
-                given[-1],
-                text="".join(output.text for output in given),
-                token_ids=tuple(token_id for output in given for token_id in output.token_ids),
-                logprobs=tuple(logprob for output in given for logprob in output.logprobs),
-                top_logprobs=tuple(top for output in given for top in output.top_logprobs),
-                prompt_logprobs=tuple(entry for output in given for entry in output.prompt_logprobs),
-            )
-        ]
+        given = [join_outputs(given)]
     return given + [output for output in outputs if output.error is not None]

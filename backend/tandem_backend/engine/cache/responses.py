@@ -4,10 +4,18 @@
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from tandem_backend.types import CacheCounters, FinishReason, Request, RequestStats, SamplingParams, StepOutput
+from tandem_backend.types import (
+    CacheCounters,
+    FinishReason,
+    Request,
+    RequestStats,
+    SamplingParams,
+    StepOutput,
+    join_outputs,
+)
 
 ENTRY_BYTES = 1000  # an entry's objects without their contents, about
 TOKEN_BYTES = 48  # a token id or log-probability in a tuple, about
@@ -109,7 +117,7 @@ class ResponseCache:
             if output.is_last:
                 del self._unfinished[output.request_id]
                 if output.finish_reason in COMPLETE:
-                    self._add(key, _join(parts))
+                    self._add(key, join_outputs(parts))
 
     def clear(self) -> int:
         """Forget all answers; returns how many there were."""
@@ -130,18 +138,6 @@ class ResponseCache:
 
     def _drop(self, key: ResponseKey) -> None:
         self.num_bytes -= self._entries.pop(key).num_bytes
-
-
-def _join(outputs: Sequence[StepOutput]) -> StepOutput:
-    """One output with all that these gave."""
-    return replace(
-        outputs[-1],
-        text="".join(output.text for output in outputs),
-        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
-        logprobs=tuple(value for output in outputs for value in output.logprobs),
-        top_logprobs=tuple(top for output in outputs for top in output.top_logprobs),
-        prompt_logprobs=tuple(entry for output in outputs for entry in output.prompt_logprobs),
-    )
 
 
 def _num_bytes(key: ResponseKey, output: StepOutput) -> int:
