@@ -58,7 +58,7 @@ $(BIN)/python:
 $(INSTALLED): pyproject.toml client/pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Tandem, torch and Triton server into $(VENV) (minutes on a first run)"
 	@$(PIP) install -c constraints.txt editables hatchling ziglang
-	@$(PIP) install -c constraints.txt --no-build-isolation -e "client[plot]" -e ".[dev,server]"
+	@$(PIP) install -c constraints.txt --no-build-isolation -e "client[gateway,plot]" -e ".[dev,server]"
 	@touch $@
 
 $(KERNELS) &: $(KERNEL_SOURCES) | $(INSTALLED)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One gRPC stream a request, so that cancelling one request can't touch another. The seam that tests replace."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, Self
 
 import grpc  # type: ignore[import-untyped]
@@ -81,23 +81,32 @@ class _GrpcStream:
 
 
 class AioTransport:
-    """AsyncTransport over one gRPC channel to `url`, opened by the first request on the running event loop."""
+    """AsyncTransport over one gRPC channel to `url`, opened by the first request on the running event loop.
 
-    def __init__(self, url: str) -> None:
-        self._url = check_url(url)
+    `options` are gRPC's channel arguments.
+    """
+
+    def __init__(self, url: str, options: Sequence[tuple[str, int]] = ()) -> None:
+        self._url, self._options = check_url(url), options
         self._channel: Any = None
+        self._stub: Any = None
+
+    @property
+    def stub(self) -> Any:
+        """Triton server's GRPCInferenceServiceStub, for what is no generation."""
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._url, options=self._options)
+            self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        return self._stub
 
     def send(self, request: InferRequest) -> AsyncResponseStream:
-        if self._channel is None:
-            self._channel = grpc.aio.insecure_channel(self._url)
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        call = stub.ModelStreamInfer(iter([encode(request)]), timeout=request.payload.timeout_s)
+        call = self.stub.ModelStreamInfer(iter([encode(request)]), timeout=request.payload.timeout_s)
         return _AioStream(call, self._url)
 
     async def close(self) -> None:
         if self._channel is not None:
             await self._channel.close()
-            self._channel = None
+            self._channel = self._stub = None
 
 
 class _AioStream:

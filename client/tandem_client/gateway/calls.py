@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls: where a request of the API becomes a request of the backend, and where that ends. Nothing else sends one."""
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
+from uuid import uuid4
+
+from tandem_client.aio import AsyncGeneration
+from tandem_client.gateway.backend import Backend
+from tandem_client.payload import GenerateOptions
+from tandem_client.types import Chunk, Usage
+
+
+@dataclass(slots=True, kw_only=True)
+class Call:
+    """One backend request: what it asks, who asks it, and, as it runs, what came of it."""
+
+    endpoint: str  # "chat", "completions" or "responses"
+    model: str  # the backend's name
+    options: GenerateOptions
+    prompt: str | None = None  # where options have neither messages nor input_ids
+    key_name: str = ""  # of the caller's API key; "" without keys
+    sent: frozenset[str] = frozenset()  # names of the fields that the client sent
+    headers: Mapping[str, str] = field(default_factory=dict)  # lower-case names
+    is_streaming: bool = False
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+    started_ns: int = field(default_factory=time.time_ns)
+
+    sampling_mode: str = "as_sent"  # or why the gateway changed it
+    usages: dict[int, Usage] = field(default_factory=dict)  # by choice, of those that ended
+    finish_reasons: dict[int, str] = field(default_factory=dict)  # by choice
+    error: str | None = None  # how it failed: the exception's name; "cancelled": the client has left
+    first_token_ns: int = 0
+    ended_ns: int = 0
+
+    def note(self, chunk: Chunk) -> None:
+        """Take note of a chunk on its way to the client."""
+        if not self.first_token_ns:
+            self.first_token_ns = time.time_ns()
+        if chunk.finish_reason is not None and chunk.usage is not None:
+            self.usages[chunk.choice_index] = chunk.usage
+            self.finish_reasons[chunk.choice_index] = chunk.finish_reason
+
+
+class Hooks:
+    """What others do at a call's three points. The defaults: as sent, a sequence of its own, nothing kept."""
+
+    async def prepare(self, call: Call) -> None:
+        """Before it is sent: the sampling decision may change `call.options` and `call.sampling_mode`."""
+
+    def generation(self, call: Call, backend: Backend) -> AsyncGeneration | None:
+        """The backend request in a sequence that is chosen here; None: in one of its own."""
+        return None
+
+    def chunk(self, call: Call, chunk: Chunk) -> None:
+        """Each chunk on its way to the client; it is on the per-token path, so do little."""
+
+    def ended(self, call: Call) -> None:
+        """Exactly once for each call that was prepared, however it ended."""
+
+
+class Calls:
+    """Runs calls against a backend."""
+
+    def __init__(self, backend: Backend, hooks: Hooks) -> None:
+        self._backend, self._hooks = backend, hooks
+        self.num_running = 0
+
+    async def chunks(self, call: Call) -> AsyncGenerator[Chunk, None]:
+        """The chunks of `call`. Closing it cancels the backend request. Raises TandemClientError and ValueError."""
+        generation: AsyncGeneration | None = None
+        self.num_running += 1
+        try:
+            await self._hooks.prepare(call)
+            generation = self._hooks.generation(call, self._backend)
+            if generation is None:
+                generation = self._backend.client(call.model).generate(call.prompt, **call.options)
+            async for chunk in generation:
+                call.note(chunk)
+                self._hooks.chunk(call, chunk)
+                yield chunk
+        except BaseException as error:
+            call.error = "cancelled" if _is_leaving(error) else type(error).__name__
+            raise
+        finally:
+            if generation is not None:
+                generation.close()
+            self.num_running -= 1
+            call.ended_ns = time.time_ns()
+            self._hooks.ended(call)
+
+
+def _is_leaving(error: BaseException) -> bool:
+    """Whether nobody reads the answer any more: its task was cancelled or its iterator closed."""
+    return not isinstance(error, Exception)

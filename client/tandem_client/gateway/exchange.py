@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One exchange over HTTP: chunks of the backend to a response, streamed or whole, whatever the endpoint."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tandem_client.errors import TandemClientError
+from tandem_client.gateway.errors import ApiError, from_client_error
+from tandem_client.gateway.settings import Settings
+from tandem_client.gateway.streaming import ClientLeftError, EventStream, begin, unless_left
+from tandem_client.types import Chunk, Completion
+
+CLIENT_CLOSED = 499  # nobody reads it; nginx's number, for logs and metrics
+Chunks = AsyncGenerator[Chunk, None]
+
+
+class Writer(Protocol):
+    """Writes the answers of one request in the form of its endpoint."""
+
+    def begin(self) -> bytes: ...
+    def chunk(self, chunk: Chunk) -> bytes: ...
+    def end(self) -> bytes: ...
+    def failed(self, error: ApiError) -> bytes: ...
+    def whole(self, completion: Completion) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Answers `request` with what `chunks` brings; `chunks` is closed whatever happens."""
+
+    request: Request
+    settings: Settings
+
+    async def respond(self, chunks: Chunks, writer: Writer, *, stream: bool) -> Response:
+        """Raises ApiError where it fails before the response has begun."""
+        try:
+            return await (self._stream(chunks, writer) if stream else self._whole(chunks, writer))
+        except ClientLeftError:
+            return Response(status_code=CLIENT_CLOSED)
+        except (TandemClientError, ValueError, TypeError) as error:
+            raise from_client_error(error, self.settings.retry_after_s) from error
+
+    async def _whole(self, chunks: Chunks, writer: Writer) -> Response:
+        completion = await unless_left(self.request, _joined(chunks))
+        assert completion is not None
+        return Response(orjson.dumps(writer.whole(completion)), media_type="application/json")
+
+    async def _stream(self, chunks: Chunks, writer: Writer) -> Response:
+        started = await begin(self.request, chunks, self.settings.heartbeat_s)
+        events = self._events(started, writer)
+        return EventStream(events, self.settings.heartbeat_s, self.settings.send_timeout_s)
+
+    async def _events(self, chunks: Chunks, writer: Writer) -> AsyncGenerator[bytes, None]:
+        try:
+            yield writer.begin()
+            async for chunk in chunks:
+                if event := writer.chunk(chunk):
+                    yield event
+            yield writer.end()
+        except (TandemClientError, ValueError, TypeError) as error:
+            yield writer.failed(from_client_error(error, self.settings.retry_after_s))
+        finally:
+            await chunks.aclose()
+
+
+async def _joined(chunks: Chunks) -> Completion:
+    try:
+        return Completion.from_chunks([chunk async for chunk in chunks])
+    finally:
+        await chunks.aclose()

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the gateway under uvicorn until a signal, and lets running answers end."""
+
+import uvicorn
+
+from tandem_client.gateway.app import create_app
+from tandem_client.gateway.settings import Settings
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT."""
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        timeout_graceful_shutdown=max(int(settings.drain_s), 1),
+        access_log=False,
+        server_header=False,
+        date_header=False,
+    )
