@@ -70,6 +70,7 @@ class Answer:
             usage=None if finish_reason is None else self._usage(response, choice_index),
             choice_index=choice_index,
             receipt=response.scalar("receipt"),
+            spelling=_spelling(entries),
         )
 
     def finish(self) -> None:
@@ -93,6 +94,14 @@ def _top_logprobs(entries: Sequence[Mapping[str, Any]] | None) -> tuple[tuple[tu
     if not entries or "top_logprobs" not in entries[0]:
         return None
     return tuple(_pairs(entry["top_logprobs"]) for entry in entries)
+
+
+def _spelling(entries: Sequence[Mapping[str, Any]] | None) -> dict[int, bytes]:
+    """The bytes of every token that the entries name; none unless `logprobs_bytes` was asked for."""
+    if not entries or "bytes" not in entries[0]:
+        return {}
+    named = [each for entry in entries for each in (entry, *entry.get("top_logprobs", ()))]
+    return {each["token_id"]: bytes(each["bytes"]) for each in named}
 
 
 def _token_logprob(entry: Mapping[str, Any]) -> TokenLogprob:

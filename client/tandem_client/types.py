@@ -99,6 +99,7 @@ class Chunk:
     usage: Usage | None = None
     receipt: str | None = None  # on the last chunk, with return_receipt; for `tandem audit`
     choice_index: int = 0  # which of the n answers it belongs to
+    spelling: Mapping[int, bytes] = field(default_factory=dict, hash=False)  # of tokens with logprobs, if asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +117,7 @@ class Completion:
     tool_calls: tuple[ToolCall, ...] = ()
     receipt: str | None = None
     others: tuple["Completion", ...] = ()
+    spelling: Mapping[int, bytes] = field(default_factory=dict, hash=False)  # of tokens with logprobs, if asked for
 
     @property
     def choices(self) -> tuple["Completion", ...]:
@@ -146,6 +148,7 @@ class Completion:
             reasoning="".join(part.reasoning for part in parts),
             tool_calls=_joined_calls(delta for part in parts for delta in part.tool_calls),
             receipt=parts[-1].receipt,
+            spelling={token_id: text for part in parts for token_id, text in part.spelling.items()},
         )
 
 

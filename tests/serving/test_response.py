@@ -198,3 +198,16 @@ def test_an_answer_that_can_not_be_read_still_ends() -> None:
     responder.output(ROUNDS[-1])
     assert sender.num_finals == 1
     assert "an odd tool call" in sender.responses[-1].error().message()
+
+
+def test_logprobs_say_what_tokens_stand_for_where_asked() -> None:
+    tops = (((0, -0.5), (1, -0.75)),)
+    rounds = [chunk("a", top_logprobs=tops, finish_reason=FinishReason.STOP)]
+    sender = ResponseSender()
+    options = ResponseOptions(return_logprobs=True, logprobs_bytes=True)
+    responder = Responder(sender, options, token_bytes=lambda token_id: bytes([0xE2, token_id]))
+    for output in rounds:
+        responder.output(output)
+    (entry,) = json.loads(sender.responses[0].value("logprobs")[0])
+    assert entry["bytes"] == [0xE2, 0]
+    assert [each["bytes"] for each in entry["top_logprobs"]] == [[0xE2, 0], [0xE2, 1]]

@@ -53,6 +53,14 @@ class AnswerForms:
             return AnswerForm()
         return AnswerForm(opens_reasoning(self._tokenizer, prompt_ids), self._find_tool_format(request))
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text; none without a tokenizer."""
+        if self._tokenizer is None:
+            return b""
+        if self._compiler is not None:
+            return self._compiler.token_bytes(token_id)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
     def _find_tool_format(self, request: Request) -> ToolFormat | None:
         choice, tools = request.params.tool_choice, request.prompt.tools
         if choice is None or not tools:

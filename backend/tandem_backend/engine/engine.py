@@ -138,6 +138,10 @@ class Engine:
         self.limits.check(request, len(prompt_ids))
         return prepared
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a text, which need not be whole characters; none without a tokenizer."""
+        return self._forms.token_bytes(token_id)
+
     def close(self, timeout_s: float = math.inf) -> None:
         """Write what stores on disk wait for and all cached prefixes, the latter for so long; it is not used after."""
         self.stored_texts.close()

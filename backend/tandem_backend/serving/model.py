@@ -117,6 +117,7 @@ class TritonPythonModel:
                 error_as_output=wants_error_output(request),
                 reader=answer_reader(prepared, options.reasoning_format),
                 choice=choice,
+                token_bytes=self._engine.token_bytes if options.logprobs_bytes else None,
             )
             for own_sender, choice in senders
         ]

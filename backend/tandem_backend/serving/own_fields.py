@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of our own that stand among the sampling values: whose cache a request uses, and what an admin asks."""
+"""Fields of our own among the sampling values: whose cache a request uses, how tokens are shown, what an admin asks."""
 
 import hmac
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ class OwnFields(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     cache_salt: Annotated[str, Field(max_length=256)] = ""
+    logprobs_bytes: bool = False
     admin: Annotated[str, Field(pattern=f"^{CLEAR_CACHES}$")] | None = None
     admin_token: str = ""
 
@@ -36,10 +37,10 @@ class AdminCall:
             raise InvalidRequestError("admin_token: is not this model's")
 
 
-def take_own(values: dict[str, Any]) -> tuple[str, AdminCall | None]:
-    """Take the fields out of `values`: the cache_salt, and the admin's call if it is one.
+def take_own(values: dict[str, Any]) -> tuple[OwnFields, AdminCall | None]:
+    """Take the fields out of `values`, and the admin's call if it is one.
 
     Raises InvalidRequestError naming the field.
     """
     own = validated(OwnFields, {name: values.pop(name) for name in OwnFields.model_fields if name in values})
-    return own.cache_salt, AdminCall(own.admin, own.admin_token) if own.admin is not None else None
+    return own, AdminCall(own.admin, own.admin_token) if own.admin is not None else None

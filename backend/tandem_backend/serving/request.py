@@ -41,6 +41,7 @@ class ResponseOptions:
     return_token_ids: bool = False
     return_perf_metrics: bool = False
     return_receipt: bool = False
+    logprobs_bytes: bool = False  # logprobs say what each token stands for
     relaxed_acceptance: bool = False  # marks every response: the text may differ from plain decoding's
 
 
@@ -73,7 +74,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
             raise InvalidRequestError("stop: closes a sequence, so it needs a sequence_id; none was sent")
         return Parsed(request=None, sequence_id=sequence_id)
     values, ignored = _collect_sampling(inputs, read_parameters(request))
-    cache_salt, admin = take_own(values)
+    own, admin = take_own(values)
     if admin is not None:
         return Parsed(request=None, sequence_id=None, admin=admin)
     prompt = _parse_prompt(inputs)
@@ -82,7 +83,13 @@ def parse_request(request: Any, request_id: str) -> Parsed:
     params, prompt = form.apply(parse_sampling(values), prompt)
     flags = request.flags() if sequence_id is not None else 0
     relaxed = params.relax_tau is not None
-    options = _parse_options(inputs, prompt, reasoning_format=form.reasoning_format, relaxed_acceptance=relaxed)
+    options = _parse_options(
+        inputs,
+        prompt,
+        reasoning_format=form.reasoning_format,
+        relaxed_acceptance=relaxed,
+        logprobs_bytes=own.logprobs_bytes,
+    )
     parsed = Request(
         request_id=request_id,
         prompt=prompt,
@@ -92,7 +99,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         sequence_end=bool(flags & FLAG_SEQUENCE_END),
         priority=urgency.priority,
         timeout_ms=urgency.timeout_ms,
-        cache_salt=cache_salt,
+        cache_salt=own.cache_salt,
         return_receipt=options.return_receipt,
     )
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
@@ -142,7 +149,12 @@ def _parse_prompt(inputs: Mapping[str, Any]) -> Prompt:
 
 
 def _parse_options(
-    inputs: Mapping[str, Any], prompt: Prompt, *, reasoning_format: ReasoningFormat, relaxed_acceptance: bool
+    inputs: Mapping[str, Any],
+    prompt: Prompt,
+    *,
+    reasoning_format: ReasoningFormat,
+    relaxed_acceptance: bool,
+    logprobs_bytes: bool,
 ) -> ResponseOptions:
     stream = _read(inputs, "stream", _bool, False)
     exclude_input = _read(inputs, "exclude_input_in_output", _bool, stream)
@@ -152,6 +164,7 @@ def _parse_options(
         stream=stream,
         echo="" if exclude_input else prompt.text or "",
         relaxed_acceptance=relaxed_acceptance,
+        logprobs_bytes=logprobs_bytes,
         reasoning_format=reasoning_format,
         **{name: _read(inputs, name, _bool, False) for name in RETURN_INPUTS},
     )

@@ -22,6 +22,9 @@ NO_FINISH_REASON = "None"
 TOOL_CALLS = "tool_calls"  # the finish reason of an answer that stopped and called tools, as in the OpenAI API
 
 
+TokenBytes = Callable[[int], bytes]
+
+
 class Sender(Protocol):
     """Triton's response sender. Sending after FINAL raises; a client whose request never gets FINAL hangs."""
 
@@ -66,8 +69,9 @@ class Responder:
         error_as_output: bool = False,
         reader: AnswerReader | None = None,
         choice: Choice | None = None,
+        token_bytes: TokenBytes | None = None,
     ) -> None:
-        self._sender, self._reader, self._choice = sender, reader, choice
+        self._sender, self._reader, self._choice, self._token_bytes = sender, reader, choice, token_bytes
         self._on_end = on_end
         self._error_as_output = error_as_output
         self._options = options or ResponseOptions()
@@ -100,7 +104,8 @@ class Responder:
             self.fail(InternalError(f"the answer could not be read: {error}"), output.stats)
             return
         self._token_ids += output.token_ids
-        self._logprobs += _logprob_entries(output)
+        if self._options.return_logprobs:
+            self._logprobs += _logprob_entries(output, self._token_bytes)
         self._prompt_logprobs += [_prompt_entry(entry) for entry in output.prompt_logprobs]
         for logprob in output.logprobs:  # one by one: how the tokens fell into outputs must not show in the sum
             self._cumulative_logprob += logprob
@@ -199,13 +204,18 @@ def _has_reasoning(reader: AnswerReader | None) -> bool:
     return reader is not None and reader.form is not ReasoningFormat.TAGS
 
 
-def _logprob_entries(output: StepOutput) -> list[dict[str, Any]]:
-    """One a token; the likeliest tokens beside it where the request asks for them."""
+def _logprob_entries(output: StepOutput, token_bytes: TokenBytes | None) -> list[dict[str, Any]]:
+    """One a token; the likeliest tokens beside it where the request asks for them, and the bytes of each."""
     tops: Sequence[TopLogprobs | None] = output.top_logprobs or [None] * len(output.token_ids)
-    return [
+    entries: list[dict[str, Any]] = [
         {"token_id": token_id, "logprob": logprob} | ({} if top is None else {"top_logprobs": _top_entries(top)})
         for token_id, logprob, top in zip(output.token_ids, output.logprobs, tops, strict=False)
     ]
+    if token_bytes is not None:
+        for entry in entries:
+            for each in (entry, *entry.get("top_logprobs", ())):
+                each["bytes"] = list(token_bytes(each["token_id"]))
+    return entries
 
 
 def _prompt_entry(entry: PromptLogprob | None) -> dict[str, Any] | None:

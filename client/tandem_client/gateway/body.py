@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A request's body: read up to a limit, parsed, and described for OpenAPI."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -11,24 +12,31 @@ from tandem_client.gateway.errors import ApiError
 from tandem_client.gateway.fields import MODELS
 
 
-async def read_body(request: Request, max_bytes: int) -> Any:
-    """The JSON value of the body. Raises ApiError: 413 beyond `max_bytes`, 400 for what is no JSON."""
+async def read_body(request: Request, max_bytes: int, timeout_s: float) -> Any:
+    """The JSON value of the body. Raises ApiError: 413 beyond `max_bytes`, 408 after `timeout_s`, 400 for no JSON."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    parts, size = [], 0
     try:
-        async for part in request.stream():
-            size += len(part)
-            if size > max_bytes:
-                raise _too_large(max_bytes)
-            parts.append(part)
+        async with asyncio.timeout(timeout_s):
+            body = await _joined(request, max_bytes)
     except ClientDisconnect as error:
         raise ApiError(400, "the body did not come whole") from error
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {timeout_s:g} s", code="body_timeout") from error
     try:
-        return orjson.loads(b"".join(parts))
+        return orjson.loads(body)
     except orjson.JSONDecodeError:
-        return _parsed_slowly(b"".join(parts))
+        return _parsed_slowly(body)
+
+
+async def _joined(request: Request, max_bytes: int) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+    return bytes(body)
 
 
 def _parsed_slowly(body: bytes) -> Any:

@@ -2,12 +2,13 @@
 """Calls: where a request of the API becomes a request of the backend, and where that ends. Nothing else sends one."""
 
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 from uuid import uuid4
 
 from tandem_client.aio import AsyncGeneration
 from tandem_client.gateway.backend import Backend
+from tandem_client.gateway.errors import invalid_argument
 from tandem_client.payload import GenerateOptions
 from tandem_client.types import Chunk, Usage
 
@@ -30,6 +31,7 @@ class Call:
     sampling_mode: str = "as_sent"  # or why the gateway changed it
     usages: dict[int, Usage] = field(default_factory=dict)  # by choice, of those that ended
     finish_reasons: dict[int, str] = field(default_factory=dict)  # by choice
+    num_reasoning_tokens: int = 0  # of rounds that gave reasoning alone
     error: str | None = None  # how it failed: the exception's name; "cancelled": the client has left
     first_token_ns: int = 0
     ended_ns: int = 0
@@ -38,6 +40,8 @@ class Call:
         """Take note of a chunk on its way to the client."""
         if not self.first_token_ns:
             self.first_token_ns = time.time_ns()
+        if chunk.reasoning and not chunk.text:
+            self.num_reasoning_tokens += len(chunk.token_ids)
         if chunk.finish_reason is not None and chunk.usage is not None:
             self.usages[chunk.choice_index] = chunk.usage
             self.finish_reasons[chunk.choice_index] = chunk.finish_reason
@@ -61,21 +65,19 @@ class Hooks:
 
 
 class Calls:
-    """Runs calls against a backend."""
+    """Runs calls against a backend. `on_end` is told of each once, after the hooks."""
 
-    def __init__(self, backend: Backend, hooks: Hooks) -> None:
-        self._backend, self._hooks = backend, hooks
-        self.num_running = 0
+    def __init__(self, backend: Backend, hooks: Hooks, on_end: Callable[[Call], None]) -> None:
+        self._backend, self._hooks, self._on_end = backend, hooks, on_end
 
     async def chunks(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """The chunks of `call`. Closing it cancels the backend request. Raises TandemClientError and ValueError."""
+        """The chunks of `call`. Closing it cancels the backend request. Raises TandemClientError and ApiError."""
         generation: AsyncGeneration | None = None
-        self.num_running += 1
         try:
             await self._hooks.prepare(call)
             generation = self._hooks.generation(call, self._backend)
             if generation is None:
-                generation = self._backend.client(call.model).generate(call.prompt, **call.options)
+                generation = self._alone(call)
             async for chunk in generation:
                 call.note(chunk)
                 self._hooks.chunk(call, chunk)
@@ -86,9 +88,15 @@ class Calls:
         finally:
             if generation is not None:
                 generation.close()
-            self.num_running -= 1
             call.ended_ns = time.time_ns()
             self._hooks.ended(call)
+            self._on_end(call)
+
+    def _alone(self, call: Call) -> AsyncGeneration:
+        try:
+            return self._backend.client(call.model).generate(call.prompt, **call.options)
+        except (ValueError, TypeError) as error:  # values that make no request
+            raise invalid_argument(str(error)) from error
 
 
 def _is_leaving(error: BaseException) -> bool:

@@ -9,7 +9,6 @@ import orjson
 from tandem_client.gateway.answers import (
     finish_reason,
     logprob_entries,
-    no_logprobs,
     openai_usage,
     tandem_report,
 )
@@ -95,7 +94,7 @@ class ChatWriter:
         """What closes the stream."""
         if not self._include_usage:
             return DONE
-        usage = openai_usage(self._call.usages.values())
+        usage = openai_usage(self._call.usages.values(), self._call.num_reasoning_tokens)
         return self._before + b'],"usage":' + orjson.dumps(usage) + b"}\n\n" + DONE
 
     def failed(self, error: ApiError) -> bytes:
@@ -108,7 +107,7 @@ class ChatWriter:
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(index, choice) for index, choice in enumerate(completion.choices)],
-            "usage": openai_usage([choice.usage for choice in completion.choices]),
+            "usage": openai_usage([choice.usage for choice in completion.choices], self._call.num_reasoning_tokens),
         }
 
     @property
@@ -128,7 +127,7 @@ class ChatWriter:
         return {
             "index": index,
             "message": message,
-            "logprobs": logprob_entries(answer) if self._wants_logprobs else None,
+            "logprobs": _logprobs(answer) if self._wants_logprobs else None,
             "finish_reason": finish_reason(answer.finish_reason),
             "tandem": tandem_report(answer.usage, answer.finish_reason, self._call),
             **({"token_ids": answer.token_ids} if self._wants_token_ids else {}),
@@ -137,7 +136,7 @@ class ChatWriter:
     def _details(self, chunk: Chunk) -> dict[str, Any]:
         details: dict[str, Any] = {}
         if self._wants_logprobs:
-            details["logprobs"] = logprob_entries(chunk) if chunk.token_ids else no_logprobs()
+            details["logprobs"] = _logprobs(chunk)
         if self._wants_token_ids:
             details["token_ids"] = chunk.token_ids
         return details
@@ -145,6 +144,10 @@ class ChatWriter:
     def _event(self, index: int, delta: dict[str, Any], reason: str | None, more: dict[str, Any]) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
         return self._before + orjson.dumps(choice) + self._after
+
+
+def _logprobs(part: Chunk | Completion) -> dict[str, Any]:
+    return {"content": logprob_entries(part), "refusal": None}
 
 
 def _call_delta(piece: ToolCallDelta) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `tandem gateway`."""
+"""The commands `tandem gateway` and `tandem gateway-key`."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -61,3 +62,25 @@ def _alias(text: str) -> tuple[str, str]:
     if not (name and separator and model):
         raise click.BadParameter(f"must be NAME=MODEL, got {text!r}", param_hint="--alias")
     return name, model
+
+
+@click.command()
+@click.argument("keys_file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("name")
+@click.option("--requests-per-minute", type=click.IntRange(min=1), help="Limit of requests; none by default.")
+@click.option("--max-concurrent", type=click.IntRange(min=1), help="Limit of requests at once; none by default.")
+@click.option(
+    "--cache-salt", metavar="TEXT", help="Keys of one salt share cached prefixes; by default each has its own."
+)
+def gateway_key(keys_file: Path, name: str, **limits: int | str | None) -> None:
+    """Make an API key called NAME and print it.
+
+    KEYS_FILE gets its hash and its limits; the key itself is kept nowhere. A running gateway reads the file again at
+    POST /admin/keys/reload.
+    """
+    from tandem_client.gateway.access import add_key
+
+    try:
+        click.echo(add_key(keys_file, name, **limits))
+    except (OSError, ValueError) as error:
+        raise click.ClickException(str(error)) from error

@@ -33,6 +33,29 @@ _TOO_LONG = re.compile(r"context|max_position|prompt tokens", re.IGNORECASE)
 _GONE = re.compile(r"unknown model|not ready|not healthy|no available versions|is not found", re.IGNORECASE)
 
 
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+# For OpenAPI: the same for every endpoint.
+DESCRIPTIONS: dict[int | str, dict[str, Any]] = {
+    status: {"description": kind, "content": {"application/json": {"schema": _ERROR_SCHEMA}}}
+    for status, kind in {**TYPES, 500: "server_error"}.items()
+}
+
+
 class ApiError(Exception):
     """What the client of the gateway is told. `param` names the field, `code` is for programs."""
 
@@ -74,6 +97,8 @@ def invalid(param: str, message: str, code: str | None = None) -> ApiError:
 
 def from_client_error(error: Exception, retry_after_s: int) -> ApiError:
     """What an error between gateway and backend means to the gateway's client."""
+    if isinstance(error, ApiError):
+        return error
     if isinstance(error, ServerError):
         return _from_server_error(error, retry_after_s)
     if isinstance(error, RequestTimeoutError):
@@ -82,8 +107,6 @@ def from_client_error(error: Exception, retry_after_s: int) -> ApiError:
         return unavailable("the backend can't be reached", retry_after_s)
     if isinstance(error, TandemClientError):
         return unavailable(f"the backend ended the answer early: {error}", retry_after_s)
-    if isinstance(error, ValueError | TypeError):  # arguments that make no request
-        return _invalid_argument(str(error))
     return ApiError(500, "the gateway failed", code="internal_error")
 
 
@@ -93,7 +116,7 @@ def unavailable(message: str, retry_after_s: int) -> ApiError:
 
 def _from_server_error(error: ServerError, retry_after_s: int) -> ApiError:
     if error.code == "INVALID_ARG":
-        return _invalid_argument(error.message)
+        return invalid_argument(error.message)
     if error.code == "UNAVAILABLE" or _GONE.search(error.message):
         return unavailable(error.message, error.retry_after_s or retry_after_s)
     if error.code == "DEADLINE_EXCEEDED":
@@ -103,7 +126,8 @@ def _from_server_error(error: ServerError, retry_after_s: int) -> ApiError:
     return ApiError(500, error.message, code=error.code.lower())
 
 
-def _invalid_argument(message: str) -> ApiError:
+def invalid_argument(message: str) -> ApiError:
+    """A 400 of a message that begins with the field, as the backend's and the client library's do."""
     match = _FIELD.match(message)
     name = match[1] if match else None
     param = _RENAMED.get(name, name + (match[2] if match else "")) if name else None

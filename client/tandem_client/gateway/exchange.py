@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One exchange over HTTP: chunks of the backend to a response, streamed or whole, whatever the endpoint."""
 
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,6 +15,8 @@ from tandem_client.gateway.errors import ApiError, from_client_error
 from tandem_client.gateway.settings import Settings
 from tandem_client.gateway.streaming import ClientLeftError, EventStream, begin, unless_left
 from tandem_client.types import Chunk, Completion
+
+logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED = 499  # nobody reads it; nginx's number, for logs and metrics
 Chunks = AsyncGenerator[Chunk, None]
@@ -42,7 +45,7 @@ class Exchange:
             return await (self._stream(chunks, writer) if stream else self._whole(chunks, writer))
         except ClientLeftError:
             return Response(status_code=CLIENT_CLOSED)
-        except (TandemClientError, ValueError, TypeError) as error:
+        except TandemClientError as error:
             raise from_client_error(error, self.settings.retry_after_s) from error
 
     async def _whole(self, chunks: Chunks, writer: Writer) -> Response:
@@ -57,12 +60,15 @@ class Exchange:
 
     async def _events(self, chunks: Chunks, writer: Writer) -> AsyncGenerator[bytes, None]:
         try:
-            yield writer.begin()
+            if opening := writer.begin():
+                yield opening
             async for chunk in chunks:
                 if event := writer.chunk(chunk):
                     yield event
             yield writer.end()
-        except (TandemClientError, ValueError, TypeError) as error:
+        except Exception as error:  # the status is out; whatever it is, the stream must say so
+            if not isinstance(error, TandemClientError | ApiError):
+                logger.exception("a stream failed")
             yield writer.failed(from_client_error(error, self.settings.retry_after_s))
         finally:
             await chunks.aclose()

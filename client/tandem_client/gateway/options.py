@@ -30,6 +30,8 @@ def base_sampling(endpoint: str, values: Mapping[str, Any], caller: Caller) -> d
     salt = joined_salt(caller.cache_salt, values.get("cache_salt"))
     if salt:
         sampling["cache_salt"] = salt
+    if "logprobs" in values:
+        sampling["logprobs_bytes"] = True
     return sampling
 
 

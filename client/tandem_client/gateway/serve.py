@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the gateway under uvicorn until a signal, and lets running answers end."""
 
+import signal
+import sys
+
 import uvicorn
 
 from tandem_client.gateway.app import create_app
@@ -8,7 +11,8 @@ from tandem_client.gateway.settings import Settings
 
 
 def serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT."""
+    """Serve until SIGTERM or SIGINT, whose end counts as a success."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again once it has drained
     uvicorn.run(
         create_app(settings),
         host=settings.host,

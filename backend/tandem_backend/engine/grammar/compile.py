@@ -62,6 +62,11 @@ class GrammarCompiler:
         """Whether grammars may name the token, as `<tool_call>`; its letters do not stand for it then."""
         return self._tokenizer.is_special_token(token_id)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token stands for; a special token for its name."""
+        text: bytes = self._tokenizer.decode_bytes([token_id])
+        return text
+
     def _compile(self, grammar: Grammar) -> GrammarState:
         try:
             source = _to_llguidance(grammar)
