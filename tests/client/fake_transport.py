@@ -63,14 +63,14 @@ class FakeTransport:
     """Gives the n-th request the n-th script; requests beyond the scripts get an empty final response."""
 
     def __init__(self, *scripts: Script) -> None:
-        self._scripts = list(scripts)
+        self.scripts = list(scripts)
         self.requests: list[InferRequest] = []
         self.streams: list[FakeStream] = []
         self.is_closed = False
 
     def send(self, request: InferRequest) -> FakeStream:
         self.requests.append(request)
-        self.streams.append(FakeStream(self._scripts.pop(0) if self._scripts else [FINAL]))
+        self.streams.append(FakeStream(self.scripts.pop(0) if self.scripts else [FINAL]))
         return self.streams[-1]
 
     def close(self) -> None:

@@ -43,6 +43,7 @@ def gateway(aliases: tuple[str, ...], **given: Any) -> None:
 
     Chats, completions and responses at /v1, /health, /metrics. SIGTERM lets running answers end first.
     """
+    from tandem_client.gateway.access import Access
     from tandem_client.gateway.serve import serve
 
     values = {name: value for name, value in given.items() if value not in (None, ())}
@@ -54,6 +55,10 @@ def gateway(aliases: tuple[str, ...], **given: Any) -> None:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
         raise click.UsageError(f"{name}: {first['msg']}, got {str(first['input'])[:100]!r}") from error
+    try:
+        Access(settings)  # better known before anything runs
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"keys_file: {error}") from error
     serve(settings)
 
 

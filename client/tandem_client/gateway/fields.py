@@ -112,6 +112,7 @@ TABLE: tuple[Row, ...] = (
     _no_effect("metadata", _CR, Object, "the client's notes; `/v1/responses` sends them back"),
     _no_effect("prompt_cache_key", _CR, Text, "a hint; prefixes are found without it, within a key's own cache"),
     _no_effect("prompt_cache_retention", _CR, Text, "a hint"),
+    _no_effect("prompt_cache_options", _CR, Object, "hints"),
     _no_effect("prediction", _C, Object, "speed only; drafters guess by themselves"),
     _no_effect("store", _C, Flag, "for OpenAI's own products"),
     _refused("service_tier", _CR, "there is one", "auto", "default"),
@@ -125,6 +126,7 @@ TABLE: tuple[Row, ...] = (
     _refused("suffix", _P, "the model does not fill in the middle", ""),
     _refused("best_of", _P, "no search over answers", 1),
     _refused("background", _R, "answers are not kept", False),
+    _refused("background_options", _R, "answers are not kept"),
     _refused("store", _R, "answers are not kept", False),
     _refused("previous_response_id", _R, "answers are not kept; send the conversation as `input`"),
     _refused("conversation", _R, "conversations are not kept; send them as `input`"),
@@ -132,6 +134,8 @@ TABLE: tuple[Row, ...] = (
     _refused("truncation", _R, "nothing is left out of a conversation", "disabled"),
     _refused("max_tool_calls", _R, "counts calls of hosted tools, and there are none"),
     _refused("prompt", _R, "no stored prompts"),
+    _refused("image", _R, "text only"),
+    _refused("access_programs", _R, "there are none"),
     _extension("seed", _R, Integer),
     _extension("stop", _R, str | Texts),
     _extension("top_k", _CPR, Integer),
@@ -168,7 +172,7 @@ def rows(endpoint: str) -> dict[str, Row]:
 
 def _only(row: Row) -> AfterValidator:
     def check(value: Any) -> Any:
-        if value is not None and value not in row.accepts:
+        if value is not None and not any(type(value) is type(one) and value == one for one in row.accepts):
             raise PydanticCustomError("refused", "is not supported: {note}", {"note": row.note})
         return value
 
