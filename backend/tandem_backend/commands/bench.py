@@ -37,6 +37,16 @@ def _checkpoint_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
+def _model_repository_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    return click.option(
+        "--model-repository",
+        type=click.Path(exists=True, file_okay=False, path_type=Path),
+        default=REPOSITORY,
+        show_default=True,
+        help="Folder with the models to serve.",
+    )(command)
+
+
 def _measure_options(command: Callable[..., Any]) -> Callable[..., Any]:
     options = (
         click.option(
@@ -116,13 +126,7 @@ def decode(
 
 
 @bench.command()
-@click.option(
-    "--model-repository",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=REPOSITORY,
-    show_default=True,
-    help="Folder with the models to serve.",
-)
+@_model_repository_option
 @click.option("--triton-server", metavar="PATH", help="Triton server's folder or binary [env: TANDEM_TRITON_SERVER].")
 @click.option("--drafter", help="Of all requests; the engine's default otherwise.")
 @_measure_options
@@ -167,6 +171,47 @@ def serving(
     except LaunchError as error:
         raise click.ClickException(str(error)) from error
     _report(result, render_serving, json_file)
+
+
+@bench.command()
+@_model_repository_option
+@click.option("--triton-server", metavar="PATH", help="Triton server's folder or binary [env: TANDEM_TRITON_SERVER].")
+@click.option("--streams", type=click.IntRange(min=1), default=8, show_default=True, help="At once.")
+@_measure_options
+def gateway(
+    model_repository: Path,
+    triton_server: str | None,
+    streams: int,
+    prompts_file: Path,
+    max_tokens: int,
+    repeats: int,
+    json_file: Path | None,
+) -> None:
+    """What the gateway costs: tokens/s through it beside gRPC.
+
+    Starts Triton server and `tandem gateway`, then sends the same requests either way in turns. All of them share this
+    machine's cores. Exits 1 when a text differs.
+    """
+    from tandem_backend.benchmarks.environment import num_usable_cores, provenance
+    from tandem_backend.benchmarks.gateway import GatewayBench, render_gateway, running_gateway
+    from tandem_backend.serving.launcher import LaunchError, TritonServer, interrupt_on_signals
+
+    def measure() -> dict[str, Any]:
+        prompts = _read_prompts(prompts_file)
+        with (
+            TritonServer(model_repository, triton_server=triton_server) as server,
+            running_gateway(server.grpc_url) as process,
+        ):
+            row = GatewayBench(server.grpc_url, process, prompts, max_tokens, streams).run(repeats, _say)
+        figures = {"benchmark": "gateway", **provenance(num_usable_cores())}
+        return {**figures, "max_tokens": max_tokens, "repeats": repeats, "rows": [row]}
+
+    interrupt_on_signals()
+    try:
+        result = _measured(measure)
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from error
+    _report(result, render_gateway, json_file)
 
 
 @bench.command("verify-curve")
