@@ -2,13 +2,14 @@
 """Caches of a real Triton server: what a second request saves, whose caches it sees, and who may clear them."""
 
 import json
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from deployments import unanswered
 from small_server import ADMIN_TOKEN, small_repository
 from tandem_backend.serving.launcher import TritonServer
-from triton_calls import metrics, post, wait_until
+from triton_calls import metrics, metrics_page, post, wait_until
 
 TEXT = "The quick brown fox reads a file line by line and counts the words in it. " * 4
 
@@ -50,19 +51,38 @@ def test_a_server_without_a_token_takes_no_admin_requests(server: Any) -> None:
     assert "[INVALID_ARG] admin: this model takes no admin requests" in reply["error"]
 
 
-@pytest.mark.timeout(180)
-def test_a_restarted_server_resumes_from_disk(tmp_path: Path) -> None:
-    repository = small_repository(tmp_path / "repository")
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonServer, dict[str, Any]]]:
+    """A server over the disk cache of one before it, and an answer of that one."""
+    folder = tmp_path_factory.mktemp("restarted")
+    repository = small_repository(folder / "repository")
     config = repository / "tandem" / "1" / "engine.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"disk_cache": str(tmp_path / "disk")}))
-    with TritonServer(repository, log_path=tmp_path / "first.log") as server:
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"disk_cache": str(folder / "disk")}))
+    with TritonServer(repository, log_path=folder / "first.log") as server:
         first = generate(server, cache_salt="a")
-    assert list((tmp_path / "disk").glob("*.safetensors"))
-    with TritonServer(repository, log_path=tmp_path / "second.log") as server:
-        answers = [generate(server, cache_salt=salt) for salt in ("a", "b")]
-        assert (first["num_cached_tokens"], answers[1]["num_cached_tokens"]) == (0, 0)
-        assert answers[0]["num_cached_tokens"] > 50
-        assert [answer["text_output"] for answer in answers] == [first["text_output"]] * 2
-        wait_until(lambda: metrics(server)['tandem_cache_hits_total{cache="disk"}'] > 0)
-        assert metrics(server)["tandem_disk_cache_bytes"] > 0
-        assert metrics(server)["tandem_disk_cache_bad_files_total"] == 0
+    assert list((folder / "disk").glob("*.safetensors"))
+    with TritonServer(repository, log_path=folder / "second.log") as server:
+        yield server, first
+
+
+@pytest.mark.timeout(180)
+def test_a_restarted_server_resumes_from_disk(restarted: tuple[TritonServer, dict[str, Any]]) -> None:
+    server, first = restarted
+    answers = [generate(server, cache_salt=salt) for salt in ("a", "b")]
+    assert (first["num_cached_tokens"], answers[1]["num_cached_tokens"]) == (0, 0)
+    assert answers[0]["num_cached_tokens"] > 50
+    assert [answer["text_output"] for answer in answers] == [first["text_output"]] * 2
+    wait_until(lambda: metrics(server)['tandem_cache_hits_total{cache="disk"}'] > 0)
+    assert metrics(server)["tandem_disk_cache_bytes"] > 0
+    assert metrics(server)["tandem_disk_cache_bad_files_total"] == 0
+
+
+@pytest.mark.timeout(180)
+def test_the_metrics_of_dashboard_and_alerts_are_all_there(restarted: tuple[TritonServer, dict[str, Any]]) -> None:
+    """With the labels that they ask for; on this server, because it has a disk cache too."""
+    server, _ = restarted
+    generate(server, cache_salt="c", max_tokens=64)
+    wait_until(lambda: "tandem_accepted_draft_tokens_total{" in metrics_page(server))
+    page = metrics_page(server)
+    assert unanswered(page) == set()
+    assert unanswered(page.replace("tandem_num_queued", "tandem_renamed")) == {"tandem_num_queued[]"}

@@ -160,14 +160,18 @@ def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> 
     return reply.status, [json.loads(line.removeprefix("data: ")) for line in content.splitlines() if line]
 
 
-def metrics(server: Any) -> dict[str, float]:
-    """The engine's metrics by name, and by name and the label that is not of the model: `name{outcome="stop"}`."""
+def metrics_page(server: Any) -> str:
     connection = http.client.HTTPConnection(server.metrics_url, timeout=30)
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode("utf-8")
     connection.close()
+    return text
+
+
+def metrics(server: Any) -> dict[str, float]:
+    """The engine's metrics by name, and by name and the label that is not of the model: `name{outcome="stop"}`."""
     found = {}
-    for name, labels, value in re.findall(r"^(tandem_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+    for name, labels, value in re.findall(r"^(tandem_\w+)\{(.*)\} (\S+)$", metrics_page(server), re.MULTILINE):
         own = [label for label in labels.split(",") if not label.startswith(("model=", "version="))]
         found[f"{name}{{{','.join(own)}}}" if own else name] = float(value)
     return found

@@ -125,11 +125,29 @@ def test_only_what_changed_is_written(registry: dict[str, Metric]) -> None:
     assert written(registry, before) == {"tandem_num_sessions", "tandem_draft_tokens_total"}
 
 
-def test_a_reloaded_model_sets_its_gauges_and_goes_on_counting(registry: dict[str, Metric]) -> None:
+def test_after_a_killed_stub_gauges_are_set_and_counting_goes_on(registry: dict[str, Metric]) -> None:
     Metrics("tandem", "1").update({"num_sessions": 7}, counters(4, 8, 6))
     Metrics("tandem", "1").update({"num_sessions": 0}, counters(1, 2, 0))
     assert registry[f"tandem_num_sessions{{{LABELS}}}"].number == 0
     assert registry[f"tandem_rounds_total{{{LABELS}}}"].number == 5
+
+
+def test_stubs_that_overlap_share_no_series(registry: dict[str, Metric]) -> None:
+    """Triton server (2.51) would delete a shared one under the stub that goes on."""
+    stubs = [Metrics("tandem", "1") for _ in range(3)]
+    other_model = Metrics("other", "1")
+    for number, stub in enumerate([*stubs, other_model]):
+        stub.update({"num_sessions": number}, counters())
+    sessions = {name: metric.number for name, metric in registry.items() if name.startswith("tandem_num_sessions")}
+    assert sessions == {
+        f"tandem_num_sessions{{{LABELS}}}": 0,
+        f'tandem_num_sessions{{{LABELS},overlap="1"}}': 1,
+        f'tandem_num_sessions{{{LABELS},overlap="2"}}': 2,
+        'tandem_num_sessions{model="other",version="1"}': 3,
+    }
+    stubs[1].close()
+    Metrics("tandem", "1").update({"num_sessions": 9}, counters())  # the least number that is free
+    assert registry[f'tandem_num_sessions{{{LABELS},overlap="1"}}'].number == 9
 
 
 def test_labels_take_few_values(registry: dict[str, Metric]) -> None:

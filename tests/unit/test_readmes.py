@@ -28,6 +28,6 @@ def test_the_example_drafter_is_quoted_whole() -> None:
     assert source.split("\n", 1)[1].strip() in BACKEND_README
 
 
-@pytest.mark.parametrize("folder", ["", "backend", "kernels", "client", "model_repository", "tests"])
+@pytest.mark.parametrize("folder", ["", "backend", "kernels", "client", "model_repository", "tests", "docker"])
 def test_every_folder_has_its_readme(folder: str) -> None:
     assert len((ROOT / folder / "README.md").read_text(encoding="utf-8")) > 300

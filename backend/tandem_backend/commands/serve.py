@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tandem serve`: a Triton server over a model repository, in the foreground."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,15 @@ _LOG_ARGS = {
     "info": (),
     "verbose": ("--log-verbose=1",),
 }
+
+
+_KEY = re.compile(r"[\w.-]{16,}", re.ASCII)  # Triton server gives ; : , and = a meaning
+
+
+def _checked_key(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value and not _KEY.fullmatch(value):
+        raise click.BadParameter("must be 16 or more letters, digits, '_', '-' and '.'")
+    return value or None
 
 
 @click.command()
@@ -52,6 +62,14 @@ _LOG_ARGS = {
     show_default=True,
     help="A model that shows no sign of life for so many seconds is loaded anew.",
 )
+@click.option(
+    "--repository-key",
+    envvar="TANDEM_REPOSITORY_KEY",
+    show_envvar=True,
+    metavar="KEY",
+    callback=_checked_key,
+    help="What loading and unloading models by hand asks for; without one nobody can.",
+)
 @click.argument("server_args", nargs=-1, type=click.UNPROCESSED)
 def serve(
     model_repository: Path,
@@ -64,6 +82,7 @@ def serve(
     ready_timeout: float,
     exit_timeout: int,
     heartbeat_timeout: float,
+    repository_key: str | None,
     server_args: tuple[str, ...],
 ) -> None:
     """Serve a model repository with Triton server until SIGTERM or Ctrl-C.
@@ -82,6 +101,7 @@ def serve(
         extra_args=(*_LOG_ARGS[log_level], *server_args),
         ready_timeout_s=ready_timeout,
         exit_timeout_s=exit_timeout,
+        repository_key=repository_key,
     )
     interrupt_on_signals()
     try:

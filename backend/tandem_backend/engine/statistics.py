@@ -22,6 +22,8 @@ def statistics(
     return {
         "num_active": len(s.running),
         "num_queued": len(s.waiting),
+        "max_active": s.config.max_active,
+        "max_queued": s.config.max_queued,
         "num_sessions": len(s.sessions),
         "num_blocks": s.blocks.size,
         "num_free_blocks": s.blocks.num_free + s.cache.num_evictable,

@@ -39,7 +39,8 @@ class TritonServer:
 
     The server's and the models' output goes to `log_path` (a temporary file by default), or with `foreground` to
     the caller's own output. `exit_timeout_s` is what running requests get to finish in stop(); then they are answered
-    UNAVAILABLE. Models can be loaded and unloaded through `api`, unless `extra_args` set another --model-control-mode.
+    UNAVAILABLE. Models can be loaded and unloaded through `api`, unless `extra_args` set another --model-control-mode,
+    and by whoever knows `repository_key`; by default it is a new secret at each start.
     """
 
     http_url: str  # "HOST:PORT", as are the other two
@@ -61,6 +62,7 @@ class TritonServer:
         extra_args: Sequence[str] = (),
         ready_timeout_s: float = 120,
         exit_timeout_s: int = 5,
+        repository_key: str | None = None,
     ) -> None:
         self._model_repository = model_repository
         self._triton_server = triton_server
@@ -71,6 +73,7 @@ class TritonServer:
         self._extra_args = tuple(extra_args)
         self._ready_timeout_s = ready_timeout_s
         self._exit_timeout_s = exit_timeout_s
+        self._repository_key = repository_key
         # Servers that share /dev/shm must not share names, and what a killed one leaves must be found again.
         self.shm_prefix = f"tandem_{os.getpid()}_{secrets.token_hex(4)}_"
         self._run_dir: Path | None = None
@@ -109,7 +112,7 @@ class TritonServer:
         ports = choose_ports(self._host, self._ports)
         reachable = "127.0.0.1" if self._host == "0.0.0.0" else self._host
         self.http_url, self.grpc_url, self.metrics_url = (f"{reachable}:{port}" for port in ports.values())
-        self.api = ServerApi(self.http_url, self.metrics_url)
+        self.api = ServerApi(self.http_url, self.metrics_url, self._repository_key or secrets.token_hex(16))
         self._run_dir = Path(tempfile.mkdtemp(prefix="tandem-"))
         try:
             env = installation.environment(os.environ) | {DRAIN_FILE_VARIABLE: str(self._drain_file())}

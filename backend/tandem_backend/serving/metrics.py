@@ -18,6 +18,8 @@ TOTAL = "_total"  # a statistic that ends so only grows: a counter
 GAUGES = {
     "num_active": "Requests in the rounds",
     "num_queued": "Requests that wait",
+    "max_active": "Requests that may be in the rounds",
+    "max_queued": "Requests that may wait; more are refused",
     "num_sessions": "Open sequences",
     "num_blocks": "KV blocks",
     "num_free_blocks": "KV blocks that no sequence has",

@@ -7,6 +7,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from tandem_backend.serving.overlap import OverlapNumber
 from tandem_backend.types import Histogram
 
 
@@ -16,22 +17,28 @@ class Registry:
     Triton server's own histograms take one message for every value. Ours are counted where the values arise and written
     as the counters that a histogram consists of, `_bucket` with the label `le`, `_sum` and `_count`: queries are the
     same, and the cost is bounded by the number of buckets, not by the load.
+
+    A stub that was loaded while the one before still answers has series of its own, with the label `overlap`.
     """
 
     def __init__(self, model: str, version: str) -> None:
+        self._overlap = OverlapNumber(model, version)
         self._labels = {"model": model, "version": version}
+        if self._overlap.value:
+            self._labels["overlap"] = str(self._overlap.value)
         self._families: dict[str, Any] = {}
         # By name and label values: the metric and what was last written to it.
         self._written: dict[tuple[str, ...], tuple[Any, float | None]] = {}
 
     def close(self) -> None:
-        """Let go of all metrics."""
+        """Let go of all metrics, then of the number under which they were reported."""
         self._written.clear()
         self._families.clear()
+        self._overlap.release()
 
     def gauge(self, name: str, description: str, value: float, **labels: str) -> None:
         metric, written = self._metric(name, pb_utils.MetricFamily.GAUGE, description, labels)
-        if written is None:  # it may still have the value of an instance before this one
+        if written is None:  # it may still have the value of a stub that was killed
             metric.set(value)
         elif written != value:
             # Not set(): it waits for Triton server with the GIL, and for ever where that has died (seen with 2.51).

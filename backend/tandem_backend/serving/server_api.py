@@ -4,8 +4,7 @@
 import http.client
 import json
 import re
-import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 _HEARTBEAT = re.compile(r"^tandem_heartbeat_timestamp_seconds\{(.*)\} (\S+)$", re.MULTILINE)
@@ -21,7 +20,7 @@ class ServerApi:
 
     http_url: str
     metrics_url: str
-    key: str | None = field(default_factory=lambda: secrets.token_hex(16))
+    key: str | None
 
     def server_args(self) -> list[str]:
         """The server's arguments that ask for the key; without one anybody may load and unload."""
@@ -30,6 +29,9 @@ class ServerApi:
 
     def is_ready(self) -> bool:
         return self._ask("GET", "/v2/health/ready")[0] == 200
+
+    def is_model_ready(self, model: str) -> bool:
+        return self._ask("GET", f"/v2/models/{model}/ready")[0] == 200
 
     def has_metrics(self) -> bool:
         return _ask(self.metrics_url, "GET", "/metrics", {}, 5)[0] == 200
@@ -47,9 +49,10 @@ class ServerApi:
         status, body = _ask(self.metrics_url, "GET", "/metrics", {}, 5)
         if status != 200:
             raise OSError(f"the metrics: status {status}")
-        found = {}
+        found: dict[str, float] = {}
         for labels, value in _HEARTBEAT.findall(body.decode(errors="replace")):
-            found[dict(re.findall(r'(\w+)="(.*?)"', labels))["model"]] = float(value)
+            model = dict(re.findall(r'(\w+)="(.*?)"', labels))["model"]
+            found[model] = max(found.get(model, 0.0), float(value))  # of all its stubs: see OverlapNumber
         return found
 
     def forwards_to(self, model: str) -> str | None:

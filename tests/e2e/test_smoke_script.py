@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docker/smoke.sh and the scripts that the images are made by, without Docker."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from deployments import DOCKER, ROOT
+
+TANDEM = Path(sys.executable).parent / "tandem"
+
+
+def _free_ports(number: int) -> list[int]:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def _smoke(tandem: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    http, grpc, metrics = _free_ports(3)
+    ports = (f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}")
+    serve = (str(tandem), "serve", f"--model-repository={ROOT / 'model_repository'}", *ports, *arguments)
+    where = {"SMOKE_HTTP": f"127.0.0.1:{http}", "SMOKE_METRICS": f"127.0.0.1:{metrics}", "SMOKE_READY_S": "120"}
+    command = [DOCKER / "smoke.sh", *serve]
+    return subprocess.run(command, env=os.environ | where | env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.timeout(180)
+def test_a_server_that_works_passes() -> None:
+    result = _smoke(TANDEM, "--exit-timeout=5")
+    steps = [line for line in result.stdout.splitlines() if line.startswith("smoke: ")]
+    assert result.returncode == 0, result.stderr
+    assert steps == [f"smoke: {step}" for step in ("start", "ready", "stream", "cancel", "unload", "stop", "passed")]
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_does_not_start_fails_with_the_step(tmp_path: Path) -> None:
+    result = _smoke(TANDEM, f"--triton-server={tmp_path}")
+    assert result.returncode == 1
+    assert "smoke: ready: the server has exited" in result.stderr
+
+
+def test_the_install_script_says_what_it_takes(tmp_path: Path) -> None:
+    for arguments, message in (
+        ([], "VENV is missing"),
+        ([tmp_path / "new", "everything"], "PART must be backend or gateway, got everything"),
+        ([tmp_path, "backend"], f"{tmp_path} is there already"),
+    ):
+        command = [DOCKER / "install.sh", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode != 0
+        assert message in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def _run(*command: str | Path, **env: str) -> None:
+    result = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_images_scripts_make_a_server_that_passes(tmp_path: Path) -> None:
+    """The Dockerfile's own steps: Tandem as wheels in a new environment, and what it takes of a Triton server.
+
+    The server is the wheel's, laid out as NVIDIA's image has it. Docker, its base images and apt have no part in this.
+    """
+    venv, image, server = tmp_path / "venv", tmp_path / "image", tmp_path / "opt" / "tritonserver"
+    python = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    _run(DOCKER / "install.sh", venv, "backend", "server", PYTHON=str(python))
+    packages = venv / "lib" / python.name / "site-packages"
+    assert not list(packages.glob("__editable__*"))
+    assert (packages / "tandem_backend" / "commands" / "health.py").is_file()
+
+    wheel = packages / "pytriton" / "tritonserver"
+    shutil.copytree(wheel, image, ignore=shutil.ignore_patterns("python_backend_stubs", "caches"))
+    stub = wheel / "python_backend_stubs" / f"3.{sys.version_info.minor}" / "triton_python_backend_stub"
+    shutil.copy(stub, image / "backends" / "python")
+    _run(DOCKER / "collect_server.sh", image, server, LD_LIBRARY_PATH=str(packages / "nvidia_pytriton.libs"))
+    shutil.rmtree(packages / "pytriton")
+    shutil.rmtree(packages / "nvidia_pytriton.libs")
+
+    libraries = str(server / "libraries")
+    result = _smoke(venv / "bin" / "tandem", "--exit-timeout=5", f"--triton-server={server}", LD_LIBRARY_PATH=libraries)
+    assert result.returncode == 0, result.stdout + result.stderr
