@@ -41,6 +41,7 @@ class ResponseOptions:
     return_token_ids: bool = False
     return_perf_metrics: bool = False
     return_receipt: bool = False
+    return_draft_trees: bool = False
     relaxed_acceptance: bool = False  # marks every response: the text may differ from plain decoding's
 
 
@@ -94,6 +95,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         timeout_ms=urgency.timeout_ms,
         cache_salt=cache_salt,
         return_receipt=options.return_receipt,
+        return_draft_trees=options.return_draft_trees,
     )
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
 
