@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from tandem_client.draft_trees import DraftTrees
+
 T = TypeVar("T")
 
 NS_PER_S = 1_000_000_000
@@ -98,6 +100,7 @@ class Chunk:
     finish_reason: str | None = None  # "stop", "tool_calls", "length", "cancelled" or "timeout"
     usage: Usage | None = None
     receipt: str | None = None  # on the last chunk, with return_receipt; for `tandem audit`
+    draft_trees: DraftTrees | None = None  # of its tokens, with return_draft_trees
     choice_index: int = 0  # which of the n answers it belongs to
 
 
@@ -115,6 +118,7 @@ class Completion:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     receipt: str | None = None
+    draft_trees: DraftTrees | None = None
     others: tuple["Completion", ...] = ()
 
     @property
@@ -146,6 +150,7 @@ class Completion:
             reasoning="".join(part.reasoning for part in parts),
             tool_calls=_joined_calls(delta for part in parts for delta in part.tool_calls),
             receipt=parts[-1].receipt,
+            draft_trees=DraftTrees.joined(part.draft_trees for part in parts),
         )
 
 
