@@ -167,6 +167,7 @@ class Request:
     timeout_ms: int | None = None  # from arrival to the last token; None: no limit
     cache_salt: str = ""  # only requests of the same salt share cached prefixes and responses
     return_receipt: bool = False  # the last output has one
+    return_draft_trees: bool = False  # outputs tell the rounds that gave them
 
 
 def acceptance_len(num_tokens: int, num_decode_rounds: int) -> float:
@@ -276,6 +277,23 @@ class PromptLogprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTree:
+    """A round that gave a request tokens, and the draft tree that it verified, in depth-first pre-order.
+
+    Node 0 is the anchor, the token before. A node was accepted where its token is in the answer.
+    """
+
+    index: int  # 0: the pass over the prompt, which has no tree; then the request's decoding rounds
+    num_tokens: int  # that it gave
+    path: tuple[int, ...]  # the accepted nodes: token k is path[k]'s; the token after them is the target's own
+    proposers: tuple[str, ...] = ()  # who proposed each node of `path`
+    token_ids: tuple[int, ...] | None = ()  # by node; None: the tree is left out, too many were told before
+    parents: tuple[int, ...] = ()  # -1: the anchor's
+    scores: tuple[float, ...] = ()  # the drafter's own of each node, given its parent
+    drafters: tuple[str, ...] = ()  # who proposed the node first; "" for the anchor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutput:
     """What one round gave one request. The last output has a finish_reason or an error, never both."""
 
@@ -289,6 +307,7 @@ class StepOutput:
     error: TandemError | None = None
     stats: RequestStats | None = None  # on the last output of a request that was scheduled
     receipt: str | None = None  # on the last output, where the request asks for it
+    rounds: tuple[RoundTree, ...] = ()  # that gave token_ids, where the request asks for them
 
     @property
     def is_last(self) -> bool:
@@ -304,4 +323,5 @@ def join_outputs(outputs: Sequence[StepOutput]) -> StepOutput:
         logprobs=tuple(logprob for output in outputs for logprob in output.logprobs),
         top_logprobs=tuple(top for output in outputs for top in output.top_logprobs),
         prompt_logprobs=tuple(entry for output in outputs for entry in output.prompt_logprobs),
+        rounds=tuple(tree for output in outputs for tree in output.rounds),
     )

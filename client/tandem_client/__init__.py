@@ -2,6 +2,7 @@
 """Client of Tandem, an exact LLM backend for NVIDIA Triton Inference Server."""
 
 from tandem_client.aio import AsyncGeneration, AsyncSession, AsyncTandemClient
+from tandem_client.draft_trees import DraftNode, DraftRound, DraftTrees, ProposedToken
 from tandem_client.errors import (
     ConnectionFailedError,
     IncompleteStreamError,
@@ -19,9 +20,13 @@ __all__ = [
     "Chunk",
     "Completion",
     "ConnectionFailedError",
+    "DraftNode",
+    "DraftRound",
+    "DraftTrees",
     "DrafterUsage",
     "Generation",
     "IncompleteStreamError",
+    "ProposedToken",
     "RequestTimeoutError",
     "ServerError",
     "Session",

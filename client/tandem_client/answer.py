@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tandem_client.draft_trees import DraftTrees
 from tandem_client.errors import IncompleteStreamError
 from tandem_client.types import Chunk, DrafterUsage, TokenLogprob, ToolCallDelta, Usage
 from tandem_client.wire import InferResponse
@@ -58,6 +59,7 @@ class Answer:
         if finish_reason is not None:
             self._ended.add(choice_index)
         entries, prompt = response.json("logprobs"), response.json("prompt_logprobs")
+        trees = response.json("draft_trees")
         return Chunk(
             text=response.scalar("text_output") or "",
             reasoning=response.scalar("reasoning_content") or "",
@@ -71,6 +73,7 @@ class Answer:
             choice_index=choice_index,
             receipt=response.scalar("receipt"),
             spelling=_spelling(entries),
+            draft_trees=None if trees is None else DraftTrees.from_json(trees),
         )
 
     def finish(self) -> None:

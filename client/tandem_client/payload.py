@@ -38,6 +38,7 @@ class GenerateOptions(TypedDict, total=False):
     prompt_logprobs: the same for the prompt's tokens, on the first chunk.
     sampling: further sampling parameters by name (repetition_penalty, logit_bias, drafter, ignore_eos ...).
     return_receipt: the answer comes with a receipt, which `tandem audit` checks.
+    return_draft_trees: chunks tell who proposed each token, and the draft trees of the rounds.
     timeout_s: seconds until the whole answer must be there; then RequestTimeoutError is raised.
     """
 
@@ -65,6 +66,7 @@ class GenerateOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     sampling: Mapping[str, Any] | None
     return_receipt: bool
+    return_draft_trees: bool
     timeout_s: float | None
 
 
@@ -104,6 +106,7 @@ def build_payload(
     prompt_logprobs: int | None = None,
     sampling: Mapping[str, Any] | None = None,
     return_receipt: bool = False,
+    return_draft_trees: bool = False,
     timeout_s: float | None = None,
 ) -> Payload:
     """Build the tensors of a request; the arguments are those of GenerateOptions.
@@ -145,6 +148,8 @@ def build_payload(
         inputs["return_logprobs"] = _flag(True)
     if return_receipt:
         inputs["return_receipt"] = _flag(True)
+    if return_draft_trees:
+        inputs["return_draft_trees"] = _flag(True)
     return Payload(inputs, timeout_s, _num_choices(parameters.get("n")))
 
 

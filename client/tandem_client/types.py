@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from tandem_client.draft_trees import DraftTrees
+
 T = TypeVar("T")
 
 NS_PER_S = 1_000_000_000
@@ -98,6 +100,7 @@ class Chunk:
     finish_reason: str | None = None  # "stop", "tool_calls", "length", "cancelled" or "timeout"
     usage: Usage | None = None
     receipt: str | None = None  # on the last chunk, with return_receipt; for `tandem audit`
+    draft_trees: DraftTrees | None = None  # of its tokens, with return_draft_trees
     choice_index: int = 0  # which of the n answers it belongs to
     spelling: Mapping[int, bytes] = field(default_factory=dict, hash=False)  # of tokens with logprobs, if asked for
 
@@ -116,6 +119,7 @@ class Completion:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     receipt: str | None = None
+    draft_trees: DraftTrees | None = None
     others: tuple["Completion", ...] = ()
     spelling: Mapping[int, bytes] = field(default_factory=dict, hash=False)  # of tokens with logprobs, if asked for
 
@@ -149,6 +153,7 @@ class Completion:
             tool_calls=_joined_calls(delta for part in parts for delta in part.tool_calls),
             receipt=parts[-1].receipt,
             spelling={token_id: text for part in parts for token_id, text in part.spelling.items()},
+            draft_trees=DraftTrees.joined(part.draft_trees for part in parts),
         )
 
 

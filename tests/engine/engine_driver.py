@@ -25,6 +25,7 @@ from tandem_backend.types import (
     PromptLogprob,
     Request,
     RequestStats,
+    RoundTree,
     SamplingParams,
     StepOutput,
     TopLogprobs,
@@ -50,6 +51,7 @@ class Result:
     error: TandemError | None = None
     stats: RequestStats | None = None
     receipt: str | None = None
+    rounds: list[RoundTree] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -69,6 +71,7 @@ class Result:
         self.pieces.append(output.text)
         self.finish_reason, self.error, self.stats = output.finish_reason, output.error, output.stats
         self.receipt = output.receipt
+        self.rounds += output.rounds
 
 
 class EngineDriver:

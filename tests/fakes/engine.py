@@ -35,6 +35,8 @@ class ScriptedEngine:
     A script without a last output runs until it is cancelled.
     """
 
+    tokenizer = None
+
     def __init__(self, scripts: Mapping[str, Script]) -> None:
         self.scripts = scripts
         self.requests: dict[str, Request] = {}

@@ -88,6 +88,16 @@ def test_requests_are_answered(model: TritonPythonModel) -> None:
     assert (whole.sender.num_finals, streamed.sender.num_finals) == (1, 1)
 
 
+def test_draft_trees_are_asked_of_the_engine_and_told(model: TritonPythonModel) -> None:
+    asks = InferenceRequest.of(text_input="short", return_draft_trees=True)
+    does_not = InferenceRequest.of(text_input="short", return_draft_trees=False)
+    model.execute([asks, does_not])
+    (told,), (untold,) = asks.sender.wait(), does_not.sender.wait()
+    assert json.loads(told.value("draft_trees")[0]) == {"tokens": [], "rounds": []}  # a script has no rounds
+    assert untold.value("draft_trees") is None
+    assert sorted(request.return_draft_trees for request in model._engine.requests.values()) == [False, True]
+
+
 def test_clients_may_repeat_their_request_ids(model: TritonPythonModel) -> None:
     requests = [InferenceRequest.of(text_input="short") for _ in range(3)]
     model.execute(requests)

@@ -189,6 +189,7 @@ def _accept(rows: ScheduledRows, tree: DraftTree | None, choice: Choice) -> Step
         top_logprobs=tuple(choice.top_logprobs[node] for node in accepted.path[:num_kept] if choice.top_logprobs),
         prompt_logprobs=generation.take_prompt_logprobs(),
         finish_reason=reason,
+        rounds=generation.trees.tell(stats.num_decode_rounds, tree, accepted, num_kept) if generation.trees else (),
     )
     return Step(path, accepted if tree is not None else None, output, gap_s)
 

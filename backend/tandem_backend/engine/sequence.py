@@ -10,6 +10,7 @@ from typing import Any
 from tandem_backend.engine.answer_form import AnswerForm
 from tandem_backend.engine.cache.responses import ResponseKey
 from tandem_backend.engine.receipts import Trail
+from tandem_backend.engine.round_trees import TreeTeller
 from tandem_backend.engine.sampling import Constraint, RequestSampling
 from tandem_backend.engine.sampling.rejection import DraftSampler
 from tandem_backend.engine.text_output import TextOutput
@@ -118,6 +119,7 @@ class Generation:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # not given out yet
     started_s: float = field(default_factory=lambda: time.monotonic())
     trail: Trail | None = None  # of a request that wants a receipt
+    trees: TreeTeller | None = None  # of a request that wants its draft trees
 
     @property
     def request(self) -> Request:

@@ -10,6 +10,7 @@ from tandem_backend.engine.prompts import PromptEncoder
 from tandem_backend.engine.queue import Waiting
 from tandem_backend.engine.receipts import Trail
 from tandem_backend.engine.round import RoundRunner
+from tandem_backend.engine.round_trees import TreeTeller
 from tandem_backend.engine.sampling.request import start_sampling
 from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.sequence import Generation, PreparedRequest, Sequence
@@ -120,4 +121,5 @@ class Starter:
                 constraint=item.prepared.constraint,
             ),
             trail=Trail() if request.return_receipt else None,
+            trees=TreeTeller() if request.return_draft_trees else None,
         )

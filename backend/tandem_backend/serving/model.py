@@ -15,6 +15,7 @@ from tandem_backend.engine import Engine
 from tandem_backend.errors import InternalError, TandemError
 from tandem_backend.serving.answer import answer_reader
 from tandem_backend.serving.choices import choice_senders
+from tandem_backend.serving.draft_trees import DraftTreeWriter
 from tandem_backend.serving.drain import on_drain
 from tandem_backend.serving.log import log_to_triton
 from tandem_backend.serving.loop import EngineLoop
@@ -118,6 +119,7 @@ class TritonPythonModel:
                 reader=answer_reader(prepared, options.reasoning_format),
                 choice=choice,
                 token_bytes=self._engine.token_bytes if options.logprobs_bytes else None,
+                trees=DraftTreeWriter(self._engine.tokenizer) if options.return_draft_trees else None,
             )
             for own_sender, choice in senders
         ]

@@ -42,6 +42,7 @@ class ResponseOptions:
     return_perf_metrics: bool = False
     return_receipt: bool = False
     logprobs_bytes: bool = False  # logprobs say what each token stands for
+    return_draft_trees: bool = False
     relaxed_acceptance: bool = False  # marks every response: the text may differ from plain decoding's
 
 
@@ -101,6 +102,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         timeout_ms=urgency.timeout_ms,
         cache_salt=own.cache_salt,
         return_receipt=options.return_receipt,
+        return_draft_trees=options.return_draft_trees,
     )
     return Parsed(request=parsed, sequence_id=sequence_id, options=options, ignored=tuple(ignored))
 

@@ -12,6 +12,7 @@ import triton_python_backend_utils as pb_utils
 from tandem_backend.errors import InternalError, TandemError
 from tandem_backend.serving.answer import AnswerReader, Piece
 from tandem_backend.serving.answer_fields import ReasoningFormat
+from tandem_backend.serving.draft_trees import DraftTreeWriter
 from tandem_backend.serving.request import ResponseOptions
 from tandem_backend.serving.triton_errors import FINAL, error_output, triton_error
 from tandem_backend.types import FinishReason, PromptLogprob, RequestStats, StepOutput, TopLogprobs
@@ -70,8 +71,10 @@ class Responder:
         reader: AnswerReader | None = None,
         choice: Choice | None = None,
         token_bytes: TokenBytes | None = None,
+        trees: DraftTreeWriter | None = None,
     ) -> None:
-        self._sender, self._reader, self._choice, self._token_bytes = sender, reader, choice, token_bytes
+        self._sender, self._reader, self._choice = sender, reader, choice
+        self._token_bytes, self._trees = token_bytes, trees
         self._on_end = on_end
         self._error_as_output = error_as_output
         self._options = options or ResponseOptions()
@@ -121,6 +124,8 @@ class Responder:
         self._piece, self._token_ids, self._logprobs, self._prompt_logprobs = Piece(), [], [], []
 
     def _read(self, output: StepOutput) -> None:
+        if self._trees is not None:
+            self._trees.push(output)
         if self._reader is None:
             self._piece.text += output.text
             return
@@ -188,6 +193,7 @@ class Responder:
             ("token_ids", options.return_token_ids, np.int32, self._token_ids),
             ("receipt", output.receipt is not None or owes_receipt, object, [output.receipt or ""]),
             ("relaxed_acceptance", options.relaxed_acceptance, np.bool_, [True]),
+            ("draft_trees", self._trees is not None, object, [self._trees.take() if self._trees is not None else ""]),
         ]
         stats = output.stats
         if self._choice is not None:

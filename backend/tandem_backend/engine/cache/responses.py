@@ -117,7 +117,8 @@ class ResponseCache:
             if output.is_last:
                 del self._unfinished[output.request_id]
                 if output.finish_reason in COMPLETE:
-                    self._add(key, join_outputs(parts))
+                    # The rounds are those of this request; one that is answered from here has none.
+                    self._add(key, replace(join_outputs(parts), rounds=()))
 
     def clear(self) -> int:
         """Forget all answers; returns how many there were."""
