@@ -10,9 +10,9 @@ import socket
 class OverlapNumber:
     """The least number that no other stub of this model in this Triton server has; 0 unless a reload overlaps.
 
-    Two stubs must not report the same series: Triton server (2.51) gives both one Prometheus metric, deletes it when the
-    first of them lets go, and writes the other's updates into freed memory. The number is an abstract socket's name, so
-    it is free again when the process has ended, however it ended.
+    Two stubs must not report the same series: Triton server (2.51) gives both one Prometheus metric, deletes it when
+    the first of them lets go, and writes the other's updates into freed memory. The number is an abstract socket's
+    name, so it is free again when the process has ended, however it ended.
     """
 
     def __init__(self, model: str, version: str) -> None:
