@@ -27,20 +27,32 @@ class AsyncGeneration(AsyncIterator[Chunk]):
     """
 
     def __init__(
-        self, responses: AsyncResponseStream, on_accepted: Callable[[], None] | None = None, num_choices: int = 1
+        self,
+        responses: AsyncResponseStream,
+        on_accepted: Callable[[], None] | None = None,
+        num_choices: int = 1,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        again: Callable[[TandemClientError], AsyncResponseStream | None] = lambda error: None,
     ) -> None:
+        """again: gives the responses to take in place of an error, if any."""
         self._responses = responses
-        self._answer = Answer(on_accepted, num_choices)
+        self._again = again
+        self._answer = Answer(on_accepted, num_choices, on_chunk)
         self._is_closed = False
 
     async def __anext__(self) -> Chunk:
         while not self._is_closed:
             try:
                 response = await anext(self._responses, None)
-            except (TandemClientError, asyncio.CancelledError):
+            except (TandemClientError, asyncio.CancelledError) as error:
                 task = asyncio.current_task()
                 if self._is_closed and not (task and task.cancelling()):  # by close() in another task
                     break
+                again = self._again(error) if isinstance(error, TandemClientError) else None
+                if again is not None:
+                    self._responses = again
+                    continue
                 self.close()
                 raise
             if response is None:
@@ -93,9 +105,11 @@ class AsyncSession(_AsyncGenerates):
     Leaving the `async with` frees the state there and cancels a turn that still runs.
     """
 
-    def __init__(self, transport: AsyncTransport, model: str, sequence_id: SequenceId | None = None) -> None:
+    def __init__(
+        self, transport: AsyncTransport, model: str, sequence_id: SequenceId | None = None, *, resume: bool = False
+    ) -> None:
         self._transport = transport
-        self._sequence = SequenceState(model, sequence_id)
+        self._sequence = SequenceState(model, sequence_id, resumes=resume)
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -107,7 +121,15 @@ class AsyncSession(_AsyncGenerates):
         return self._sequence.is_accepted
 
     def _start(self, payload: Payload) -> AsyncGeneration:
-        return AsyncGeneration(self._transport.send(self._sequence.turn(payload)), self._sequence.accept)
+        turn = self._sequence.record(payload)
+
+        def again(error: TandemClientError) -> AsyncResponseStream | None:
+            request = self._sequence.again(turn, error)
+            return None if request is None else self._transport.send(request)
+
+        responses = self._transport.send(self._sequence.turn(payload))
+        on_chunk = None if turn is None else turn.read
+        return AsyncGeneration(responses, self._sequence.accept, on_chunk=on_chunk, again=again)
 
     async def close(self) -> None:
         """Free the state on the server; the next turn starts a new conversation.
@@ -147,9 +169,13 @@ class AsyncTandemClient(_AsyncGenerates):
     def _start(self, payload: Payload) -> AsyncGeneration:
         return AsyncGeneration(self._transport.send(one_shot(self._model, payload)), num_choices=payload.num_choices)
 
-    def session(self, sequence_id: SequenceId | None = None) -> AsyncSession:
-        """A conversation under `sequence_id`, or under a fresh one. Use it in an `async with`."""
-        return AsyncSession(self._transport, self._model, sequence_id)
+    def session(self, sequence_id: SequenceId | None = None, *, resume: bool = False) -> AsyncSession:
+        """A conversation under `sequence_id`, or under a fresh one. Use it in an `async with`.
+
+        resume: keep its messages here too. Where the server does not know the session any more (it was idle for too
+        long, the server is another one now) the next turn sends them all, instead of raising ServerError.
+        """
+        return AsyncSession(self._transport, self._model, sequence_id, resume=resume)
 
     async def close(self) -> None:
         """Cancel what still runs and close the connection."""

@@ -30,10 +30,16 @@ _PERF_OUTPUTS = {
 
 
 class Answer:
-    """Reads the responses of one request in order. `on_accepted` is called at the first one."""
+    """Reads the responses of one request in order. `on_accepted` is called at the first, `on_chunk` with each chunk."""
 
-    def __init__(self, on_accepted: Callable[[], None] | None = None, num_choices: int = 1) -> None:
+    def __init__(
+        self,
+        on_accepted: Callable[[], None] | None = None,
+        num_choices: int = 1,
+        on_chunk: Callable[[Chunk], None] | None = None,
+    ) -> None:
         self._on_accepted = on_accepted
+        self._on_chunk = on_chunk
         self._num_choices = num_choices
         self._num_input_tokens = 0
         self._num_output_tokens: Counter[int] = Counter()  # by choice
@@ -42,6 +48,12 @@ class Answer:
 
     def read(self, response: InferResponse) -> Chunk | None:
         """The chunk in `response`; None for one that carries no outputs (the empty final response)."""
+        chunk = self._read(response)
+        if chunk is not None and self._on_chunk is not None:
+            self._on_chunk(chunk)
+        return chunk
+
+    def _read(self, response: InferResponse) -> Chunk | None:
         if self._on_accepted is not None:
             self._on_accepted()
             self._on_accepted = None

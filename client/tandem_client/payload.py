@@ -141,7 +141,7 @@ def build_payload(
     }
     parameters = _join_parameters(sampling or {}, {name: value for name, value in named.items() if value is not None})
     if parameters:
-        inputs["sampling_parameters"] = _json("sampling", parameters)
+        inputs["sampling_parameters"] = json_tensor("sampling", parameters)
     for name in ("stream", *_RETURNED):
         inputs[name] = _flag(True)
     if logprobs is not False:
@@ -174,7 +174,7 @@ def _prompt_inputs(
     if prompt is not None:
         return {"text_input": _text("prompt", prompt)}
     if messages is not None:
-        return {"messages": _json("messages", list(messages))}
+        return {"messages": json_tensor("messages", list(messages))}
     assert input_ids is not None
     return {"input_ids": _token_ids("input_ids", input_ids)}
 
@@ -186,11 +186,11 @@ def _template_inputs(
 ) -> dict[str, Tensor]:
     inputs: dict[str, Tensor] = {}
     if tools is not None:
-        inputs["tools"] = _json("tools", list(tools))
+        inputs["tools"] = json_tensor("tools", list(tools))
     if enable_thinking is not None:
         inputs["enable_thinking"] = _flag(enable_thinking)
     if chat_template_kwargs is not None:
-        inputs["chat_template_kwargs"] = _json("chat_template_kwargs", dict(chat_template_kwargs))
+        inputs["chat_template_kwargs"] = json_tensor("chat_template_kwargs", dict(chat_template_kwargs))
     return inputs
 
 
@@ -214,11 +214,17 @@ def _text(name: str, value: str) -> Tensor:
         raise ValueError(f"{name}: can't be encoded as UTF-8: {error.reason} at {error.start}") from error
 
 
-def _json(name: str, value: object) -> Tensor:
+def json_tensor(name: str, value: object) -> Tensor:
+    """`value` as JSON in a text tensor. Raises ValueError naming the argument."""
     try:
         return _text(name, json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name}: can't be written as JSON: {error}") from error
+
+
+def read_json_tensor(tensor: Tensor) -> Any:
+    """The value that `json_tensor` wrote."""
+    return json.loads(tensor[0])
 
 
 def _token_ids(name: str, values: Iterable[int]) -> Tensor:

@@ -25,19 +25,31 @@ class Generation(Iterator[Chunk]):
     """
 
     def __init__(
-        self, responses: ResponseStream, on_accepted: Callable[[], None] | None = None, num_choices: int = 1
+        self,
+        responses: ResponseStream,
+        on_accepted: Callable[[], None] | None = None,
+        num_choices: int = 1,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        again: Callable[[TandemClientError], ResponseStream | None] = lambda error: None,
     ) -> None:
+        """again: gives the responses to take in place of an error, if any."""
         self._responses = responses
-        self._answer = Answer(on_accepted, num_choices)
+        self._again = again
+        self._answer = Answer(on_accepted, num_choices, on_chunk)
         self._is_closed = False
 
     def __next__(self) -> Chunk:
         while not self._is_closed:
             try:
                 response = next(self._responses, None)
-            except TandemClientError:
+            except TandemClientError as error:
                 if self._is_closed:  # by close() in another thread
                     break
+                again = self._again(error)
+                if again is not None:
+                    self._responses = again
+                    continue
                 self.close()
                 raise
             if response is None:
@@ -89,9 +101,11 @@ class Session(_Generates):
     Leaving the `with` frees the state there and cancels a turn that still runs.
     """
 
-    def __init__(self, transport: Transport, model: str, sequence_id: SequenceId | None = None) -> None:
+    def __init__(
+        self, transport: Transport, model: str, sequence_id: SequenceId | None = None, *, resume: bool = False
+    ) -> None:
         self._transport = transport
-        self._sequence = SequenceState(model, sequence_id)
+        self._sequence = SequenceState(model, sequence_id, resumes=resume)
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -103,7 +117,15 @@ class Session(_Generates):
         return self._sequence.is_accepted
 
     def _start(self, payload: Payload) -> Generation:
-        return Generation(self._transport.send(self._sequence.turn(payload)), self._sequence.accept)
+        turn = self._sequence.record(payload)
+
+        def again(error: TandemClientError) -> ResponseStream | None:
+            request = self._sequence.again(turn, error)
+            return None if request is None else self._transport.send(request)
+
+        responses = self._transport.send(self._sequence.turn(payload))
+        on_chunk = None if turn is None else turn.read
+        return Generation(responses, self._sequence.accept, on_chunk=on_chunk, again=again)
 
     def close(self) -> None:
         """Free the state on the server; the next turn starts a new conversation.
@@ -143,9 +165,13 @@ class TandemClient(_Generates):
     def _start(self, payload: Payload) -> Generation:
         return Generation(self._transport.send(one_shot(self._model, payload)), num_choices=payload.num_choices)
 
-    def session(self, sequence_id: SequenceId | None = None) -> Session:
-        """A conversation under `sequence_id`, or under a fresh one. Use it in a `with`."""
-        return Session(self._transport, self._model, sequence_id)
+    def session(self, sequence_id: SequenceId | None = None, *, resume: bool = False) -> Session:
+        """A conversation under `sequence_id`, or under a fresh one. Use it in a `with`.
+
+        resume: keep its messages here too. Where the server does not know the session any more (it was idle for too
+        long, the server is another one now) the next turn sends them all, instead of raising ServerError.
+        """
+        return Session(self._transport, self._model, sequence_id, resume=resume)
 
     def close(self) -> None:
         """Cancel what still runs and close the connection."""

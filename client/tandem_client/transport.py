@@ -8,7 +8,7 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
 
-from tandem_client.wire import InferRequest, InferResponse, decode, encode, translate_status
+from tandem_client.wire import InferRequest, InferResponse, decode, encode, metadata, translate_status
 
 DEFAULT_URL = "127.0.0.1:8001"
 DEFAULT_MODEL = "tandem"
@@ -54,7 +54,9 @@ class GrpcTransport:
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     def send(self, request: InferRequest) -> ResponseStream:
-        call = self._stub.ModelStreamInfer(iter([encode(request)]), timeout=request.payload.timeout_s)
+        call = self._stub.ModelStreamInfer(
+            iter([encode(request)]), timeout=request.payload.timeout_s, metadata=metadata(request)
+        )
         return _GrpcStream(call, self._url)
 
     def close(self) -> None:
@@ -100,7 +102,9 @@ class AioTransport:
         return self._stub
 
     def send(self, request: InferRequest) -> AsyncResponseStream:
-        call = self.stub.ModelStreamInfer(iter([encode(request)]), timeout=request.payload.timeout_s)
+        call = self.stub.ModelStreamInfer(
+            iter([encode(request)]), timeout=request.payload.timeout_s, metadata=metadata(request)
+        )
         return _AioStream(call, self._url)
 
     async def close(self) -> None:

@@ -1,18 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests and responses as plain data, and their gRPC messages. Pure; shared by both transports."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from tritonclient.grpc import InferResult, service_pb2
 from tritonclient.utils import np_to_triton_dtype, serialize_byte_tensor
 
 from tandem_client.errors import ConnectionFailedError, RequestTimeoutError, ServerError, TandemClientError
-from tandem_client.payload import Payload, Tensor
+from tandem_client.payload import Payload, Tensor, read_json_tensor
 
 SequenceId = int | str
+
+# A proxy before several servers keeps requests of one value together.
+SESSION_HEADER = "x-tandem-session"
+# What of a prompt decides where it goes: so much that conversations differ in it, and so little that it stays the same
+# when one grows.
+_NUM_KEY_BYTES = 512
+_NUM_KEY_IDS = 128
 
 # gRPC status names that Triton server spells in another way.
 _TRITON_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTED"}
@@ -20,7 +29,10 @@ _TRITON_CODES = {"INVALID_ARGUMENT": "INVALID_ARG", "UNIMPLEMENTED": "UNSUPPORTE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferRequest:
-    """A payload and where it goes: a model, a sequence, and the place in that sequence."""
+    """A payload and where it goes: a model, a sequence, and the place in that sequence.
+
+    session: what keeps its turns on one server behind a proxy, where that is not the sequence's id.
+    """
 
     model: str
     request_id: str
@@ -28,6 +40,7 @@ class InferRequest:
     sequence_start: bool
     sequence_end: bool
     payload: Payload
+    session: SequenceId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,30 @@ def encode(request: InferRequest) -> Any:
             serialize_byte_tensor(tensor).item() if datatype == "BYTES" else tensor.tobytes()
         )
     return message
+
+
+def metadata(request: InferRequest) -> tuple[tuple[str, str], ...]:
+    """gRPC metadata of `request`: the session's id, or for a request by itself a hash of how its prompt begins."""
+    if request.sequence_start and request.sequence_end:
+        return ((SESSION_HEADER, _prompt_key(request.payload)),)
+    session = request.sequence_id if request.session is None else request.session
+    return ((SESSION_HEADER, quote(str(session), safe="")),)
+
+
+def _prompt_key(payload: Payload) -> str:
+    """Equal for prompts that begin alike, as do the turns of a conversation that is sent whole each time."""
+    inputs = payload.inputs
+    if "messages" in inputs:
+        messages = read_json_tensor(inputs["messages"])
+        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+        # What comes before it, a system message, is often everybody's.
+        end = roles.index("user") + 1 if "user" in roles else 1
+        beginning = json.dumps(messages[:end]).encode()
+    elif "text_input" in inputs:
+        beginning = bytes(inputs["text_input"][0])[:_NUM_KEY_BYTES]
+    else:
+        beginning = inputs["input_ids"][:_NUM_KEY_IDS].tobytes()
+    return hashlib.sha256(beginning).hexdigest()[:32]
 
 
 def decode(message: Any) -> InferResponse:

@@ -9,7 +9,12 @@ from tandem_kernels.packed_weight import PackedWeight
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
-    """Lay a weight [outputs, inputs] out for `linear`. bfloat16 stays bfloat16, other float types become float32."""
+    """Lay a weight [outputs, inputs] out for `linear`. bfloat16 stays bfloat16, other float types become float32.
+
+    A meta tensor, which has no data, is taken as it is: enough for who asks whether a checkpoint's shapes fit.
+    """
+    if weight.is_meta:
+        return PackedWeight(weight, weight.shape[0], weight.shape[1], weight.dtype == torch.bfloat16)
     return implementation(weight).pack_weight(weight)
 
 

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """gRPC messages and statuses."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from tandem_client import ConnectionFailedError, RequestTimeoutError, ServerError
 from tandem_client.payload import build_payload
+from tandem_client.sequence import SequenceState, one_shot
 from tandem_client.transport import check_url
-from tandem_client.wire import InferRequest, SequenceId, decode, encode, translate_status
+from tandem_client.wire import InferRequest, SequenceId, decode, encode, metadata, translate_status
 from tritonclient.grpc import service_pb2
 from tritonclient.utils import deserialize_bytes_tensor
 
@@ -98,3 +101,41 @@ def test_a_good_url(url: str) -> None:
 def test_a_bad_url_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match="url: must be host:port"):
         check_url(url)
+
+
+def _header(request: InferRequest) -> str:
+    ((name, value),) = metadata(request)
+    assert name == "x-tandem-session"
+    assert value.isascii()
+    return value
+
+
+def _alone(**prompt: Any) -> str:
+    return _header(one_shot("tandem", build_payload(**prompt)))
+
+
+def test_the_session_header_is_the_sequence_s_id() -> None:
+    payload = build_payload("x")
+    assert _header(SequenceState("tandem", "chat-1").turn(payload)) == "chat-1"
+    assert _header(SequenceState("tandem", 7).turn(payload)) == "7"
+    assert _header(SequenceState("tandem", "Größe/1\n").turn(payload)) == "Gr%C3%B6%C3%9Fe%2F1%0A"
+    turned = SequenceState("tandem", "chat-1")
+    turned.turn(payload)
+    end = turned.end()
+    assert end is not None
+    assert _header(end) == "chat-1"
+
+
+def test_requests_by_themselves_go_together_when_their_prompts_begin_alike() -> None:
+    system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is a tuple?"}
+    later = [{"role": "assistant", "content": "A sequence."}, {"role": "user", "content": "And a list?"}]
+    first = _alone(messages=[system, question])
+    assert _alone(messages=[system, question, *later]) == first
+    assert _alone(messages=[system, {"role": "user", "content": "What is a list?"}]) != first
+    assert _alone(messages=[{"role": "system", "content": "x"}]) != _alone(messages=[])
+    text = "def read_lines(path):\n" * 40
+    assert _alone(prompt=text) == _alone(prompt=text + "more")
+    assert _alone(prompt=text) != _alone(prompt="# " + text)
+    ids = list(range(200))
+    assert _alone(input_ids=ids) == _alone(input_ids=[*ids, 5])
+    assert _alone(input_ids=ids) != _alone(input_ids=[5, *ids])

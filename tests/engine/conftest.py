@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from engine_driver import VOCAB_SIZE, Plain
 from fakes.tiny_model import tiny_checkpoint
-from tiny_text_model import tiny_text_checkpoint
+from fakes.tiny_text_model import tiny_text_checkpoint
 
 ROOT = Path(__file__).parents[2]
 LONG = {"max_position_embeddings": 1280}

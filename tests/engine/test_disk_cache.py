@@ -371,6 +371,20 @@ def test_two_servers_on_one_directory(hybrid: Path, folder: Path, plain: Plain) 
     assert num_cached(ask(launch(hybrid, folder), other)) == len(other) - 1
 
 
+def test_one_server_reads_what_the_other_has_written_meanwhile(hybrid: Path, folder: Path, plain: Plain) -> None:
+    first, second = launch(hybrid, folder), launch(hybrid, folder)
+    ask(first, LONG)
+    for anchor in first.engine.scheduler.cache.anchors():
+        spill(first).keep(anchor)
+    assert tier(first).settle(10)
+    assert tier(second).files.num_files == 0
+    tier(second)._take_care()
+    assert not tier(second).files.is_owner
+    result = ask(second, LONG)
+    assert num_cached(result) == len(LONG) - 1
+    assert num_different(result, plain.run(LONG, PARAMS)) == 0
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from engine_driver import VOCAB_SIZE, EngineDriver, Plain, engine_config, num_different
 from fakes.tiny_model import tiny_checkpoint
+from fakes.tiny_text_model import tiny_text_checkpoint
 from tandem_backend.engine import Engine
 from tandem_backend.errors import CheckpointError, ConfigError
 from tandem_backend.types import Prompt, Request, SamplingParams
-from tiny_text_model import tiny_text_checkpoint
 
 
 def refused(checkpoint: Path, message: str, **config: Any) -> None:

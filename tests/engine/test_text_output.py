@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from fakes.tiny_text_model import NUM_TOKENS
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tandem_backend.engine.text_output import TextOutput
 from tandem_backend.engine.tokenizer import Tokenizer
-from tiny_text_model import NUM_TOKENS
 
 WITHOUT_DEADLINE = settings(deadline=None, max_examples=60)
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

@@ -3,6 +3,7 @@
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -128,8 +129,18 @@ Tandem is ready:
   HTTP     http://{server.http_url}
   gRPC     {server.grpc_url}
   metrics  http://{server.metrics_url}/metrics
-
-  curl -N http://{server.http_url}/v2/models/tandem_generate/generate_stream \\
+"""
+    for front in _fronts(server):
+        text += f"""
+  curl -N http://{server.http_url}/v2/models/{front}/generate_stream \\
       -d '{{"text_input": "def parse_args(", "stream": true, "max_tokens": 64}}'
 """
     click.echo(text, err=True)
+
+
+def _fronts(server: TritonServer) -> list[str]:
+    """The models that take HTTP generate; none where the server's repository API is closed to us."""
+    with suppress(OSError):
+        names = {model["name"]: None for model in server.api.models()}
+        return [name for name in names if server.api.forwards_to(name) is not None]
+    return []

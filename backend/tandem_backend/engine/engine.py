@@ -16,6 +16,7 @@ from tandem_backend.engine.answer_form import AnswerForms
 from tandem_backend.engine.assembly import assemble
 from tandem_backend.engine.cache.responses import ResponseCache, response_key
 from tandem_backend.engine.cache.spill import Spill
+from tandem_backend.engine.check import context_len
 from tandem_backend.engine.choices import split_choices
 from tandem_backend.engine.drafters.base import Drafter
 from tandem_backend.engine.endings import Endings
@@ -72,10 +73,7 @@ class Engine:
         self.config = config
         self.model = Decoder(config.checkpoint, _find_device(config.device), weights)
         self.tokenizer = Tokenizer(config.checkpoint) if has_tokenizer(config.checkpoint) else None
-        self.max_context_len = config.max_context_len or self.model.config.max_position
-        longest = self.model.config.max_position
-        if self.max_context_len > longest:
-            raise ConfigError(f"max_context_len: at most {longest} (the checkpoint's), got {self.max_context_len}")
+        self.max_context_len = context_len(config, self.model.config)
         self.prompts = PromptEncoder(self.tokenizer, self.model.config.vocab_size, self.max_context_len)
         self._forms = AnswerForms(self.tokenizer, self.model.config)
         self._fingerprint: Fingerprint | None = None

@@ -88,6 +88,11 @@ class Checkpoint:
         return self._files[file]
 
 
+def weight_files(directory: Path) -> list[str]:
+    """Names of the safetensors files that hold the checkpoint. Raises CheckpointError."""
+    return [file for file, _ in _list_files(directory)]
+
+
 def _list_files(directory: Path) -> Iterator[tuple[str, list[str] | None]]:
     """Files with the tensor names an index puts into them (None: all that the file holds)."""
     index = directory / "model.safetensors.index.json"

@@ -39,9 +39,8 @@ class WeightReader:
         tied_copy = "lm_head.weight" in self.checkpoint.names()
         if self.config.tie_embeddings:
             embedding = self.embedding()
-            if tied_copy and not torch.equal(
-                self.take("lm_head.weight", self.config.vocab_size, self.config.hidden_size), embedding
-            ):
+            copy = self.take("lm_head.weight", *embedding.shape) if tied_copy else None
+            if copy is not None and not copy.is_meta and not torch.equal(copy, embedding):
                 raise CheckpointError(
                     f"{self.checkpoint.directory}: lm_head.weight differs from the embedding, "
                     "but config.json says tie_word_embeddings"

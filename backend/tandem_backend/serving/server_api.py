@@ -3,6 +3,7 @@
 
 import http.client
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -45,14 +46,21 @@ class ServerApi:
         return found
 
     def heartbeats(self) -> dict[str, float]:
-        """When each model was last alive, as Unix time; raises OSError when the server does not answer."""
+        """When each model was last alive, as Unix time; of several versions the one that is longest silent.
+
+        Raises OSError when the server does not answer.
+        """
         status, body = _ask(self.metrics_url, "GET", "/metrics", {}, 5)
         if status != 200:
             raise OSError(f"the metrics: status {status}")
-        found: dict[str, float] = {}
+        latest: dict[tuple[str, str], float] = {}  # by model and version, of all its stubs: see OverlapNumber
         for labels, value in _HEARTBEAT.findall(body.decode(errors="replace")):
-            model = dict(re.findall(r'(\w+)="(.*?)"', labels))["model"]
-            found[model] = max(found.get(model, 0.0), float(value))  # of all its stubs: see OverlapNumber
+            named = dict(re.findall(r'(\w+)="(.*?)"', labels))
+            key = (named["model"], named.get("version", ""))
+            latest[key] = max(float(value), latest.get(key, 0.0))
+        found: dict[str, float] = {}
+        for (model, _), beat_s in latest.items():
+            found[model] = min(beat_s, found.get(model, math.inf))
         return found
 
     def forwards_to(self, model: str) -> str | None:

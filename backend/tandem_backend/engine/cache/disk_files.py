@@ -60,6 +60,7 @@ class DiskFiles:
         self._entries: dict[str, Entry] = {}
         self._at: dict[str, Counter[int]] = {}  # entries by tenant and position
         self._lock_file: int | None = None
+        self._scanned_ns = self._num_foreign = 0
         self.num_bytes = self.num_evictions = self.num_bad = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,6 +98,11 @@ class DiskFiles:
         self._lock_file = descriptor
         self._scan()
         return True
+
+    def refresh(self) -> None:
+        """Index what the directory's owner, another process, has written and removed meanwhile."""
+        if not self.is_owner and self._directory.stat().st_mtime_ns != self._scanned_ns:
+            self._scan()
 
     def close(self) -> None:
         """Let another process have the directory."""
@@ -195,6 +201,7 @@ class DiskFiles:
 
     def _scan(self) -> None:
         """Index what is there; who owns the directory removes what can't be used."""
+        self._scanned_ns = self._directory.stat().st_mtime_ns  # before it is read: what comes meanwhile is seen later
         entries, num_foreign = [], 0
         for path in sorted(self._directory.iterdir()):
             if SCRATCH.fullmatch(path.name) and self.is_owner:
@@ -214,9 +221,10 @@ class DiskFiles:
             num_foreign += 1
             if self.is_owner:
                 self._unlink(path)
-        if num_foreign:
+        if num_foreign > self._num_foreign:
             done = "removed" if self.is_owner else "skipped"
             logger.warning("%s: %d files of other weights, kernels or settings %s", self._directory, num_foreign, done)
+        self._num_foreign = num_foreign
         with self._lock:
             self._entries, self._at, self.num_bytes = {}, {}, 0
         for entry in entries:

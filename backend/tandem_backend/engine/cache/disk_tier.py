@@ -215,7 +215,8 @@ class DiskTier:
 
     def _take_care(self) -> None:
         try:
-            self.files.own()
+            if not self.files.own():
+                self.files.refresh()
             self.files.expire()
         except Exception:
             logger.exception("the disk cache's directory can't be looked after")
