@@ -146,6 +146,9 @@ class GatewayBench:
         reader, writer = await asyncio.open_connection(self._gateway.host, self._gateway.port)
         head = f"POST /v1/{path} HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + body)
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise TandemError(f"gateway: {status.decode()} {(await reader.read()).decode()[-500:]}")
         text, num_tokens = "", 0
         async for line in reader:
             if not line.startswith(b"data: {"):
@@ -158,7 +161,7 @@ class GatewayBench:
             if event.get("usage"):
                 num_tokens = event["usage"]["completion_tokens"]
         writer.close()
-        if not num_tokens:
+        if not num_tokens:  # usage comes last
             raise TandemError("gateway: a stream ended early")
         return text, num_tokens
 

@@ -25,10 +25,9 @@ def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
         found |= _assistant_parts(message, param)
     elif found["content"] is None:
         raise invalid(f"{param}.content", "is required")
-    if role == "tool":
-        found["tool_call_id"] = _text(message, "tool_call_id", param)
-    if message.get("name") is not None:
-        found["name"] = _text(message, "name", param)
+    for name in ("name", *(("tool_call_id",) if role == "tool" else ())):
+        if message.get(name) is not None:
+            found[name] = _text(message, name, param)
     return found
 
 
@@ -53,12 +52,10 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or call.get("type", "function") != "function":
         raise invalid(param, 'must be {"id", "type": "function", "function": {"name", "arguments"}}')
-    name, arguments = _text(function, "name", f"{param}.function"), _text(function, "arguments", f"{param}.function")
-    return {
-        "id": call.get("id"),
-        "type": "function",
-        "function": {"name": name, "arguments": read_arguments(arguments)},
-    }
+    name, arguments = _text(function, "name", f"{param}.function"), function.get("arguments")
+    if not isinstance(arguments, dict):  # which is not the API's way, but means the same
+        arguments = read_arguments(_text(function, "arguments", f"{param}.function"))
+    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read_arguments(text: str) -> Any:
