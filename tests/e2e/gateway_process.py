@@ -21,6 +21,11 @@ class GatewayProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return self.url.removeprefix("http://")
+
     def terminate(self) -> None:
         self._process.terminate()
 

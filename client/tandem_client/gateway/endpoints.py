@@ -18,9 +18,11 @@ from tandem_client.gateway.responses import ResponseWriter
 from tandem_client.payload import GenerateOptions
 
 router = APIRouter()
+# For OpenAPI: with `stream` a 200 is a stream of events.
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 
 
-@router.post("/v1/chat/completions", openapi_extra=request_body(CHAT))
+@router.post("/v1/chat/completions", responses=STREAMED, openapi_extra=request_body(CHAT))
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
     values = await _fields(request, CHAT)
@@ -28,7 +30,7 @@ async def chat_completions(request: Request) -> Response:
     return await _exchange(request, values, [call], ChatWriter(call, values))
 
 
-@router.post("/v1/completions", openapi_extra=request_body(COMPLETIONS))
+@router.post("/v1/completions", responses=STREAMED, openapi_extra=request_body(COMPLETIONS))
 async def completions(request: Request) -> Response:
     """Continue one or several prompts."""
     values = await _fields(request, COMPLETIONS)
@@ -37,7 +39,7 @@ async def completions(request: Request) -> Response:
     return await _exchange(request, values, calls, CompletionWriter(calls, values))
 
 
-@router.post("/v1/responses", openapi_extra=request_body(RESPONSES))
+@router.post("/v1/responses", responses=STREAMED, openapi_extra=request_body(RESPONSES))
 async def responses(request: Request) -> Response:
     """Answer a conversation; nothing is stored."""
     values = await _fields(request, RESPONSES)

@@ -4,7 +4,7 @@
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tandem_client.gateway.errors import ApiError
 
@@ -18,7 +18,7 @@ async def health(request: Request) -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """For Prometheus; with the admin token where one is set."""
     gateway = request.app.state.gateway

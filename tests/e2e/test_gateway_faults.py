@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a gateway stands: crowds, clients that don't read or send nonsense, a backend that goes away and comes back."""
+
+import asyncio
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import schemathesis
+from gateway_process import GatewayProcess, running_gateway
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from small_server import small_repository
+from tandem_backend.serving.launcher import TritonServer
+from triton_calls import metrics, wait_until
+
+CHAT = "/v1/chat/completions"
+NUM_STREAMS = 200
+CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+
+
+@pytest.fixture(scope="module")
+def gateway(server: Any) -> Iterator[GatewayProcess]:
+    with running_gateway(server.grpc_url, "--body-timeout-s", "1") as process:
+        yield process
+
+
+def body(**fields: Any) -> bytes:
+    messages = [{"role": "user", "content": "What does json.dumps do?"}]
+    return json.dumps({"model": "tandem", "messages": messages, "max_tokens": 8, **fields}).encode()
+
+
+def post(gateway: GatewayProcess, content: bytes, **headers: str) -> tuple[int, dict[str, str], Any]:
+    connection = http.client.HTTPConnection(gateway.address, timeout=30)
+    connection.request("POST", CHAT, content, headers)
+    reply = connection.getresponse()
+    text = reply.read()
+    connection.close()
+    return reply.status, {name.lower(): value for name, value in reply.getheaders()}, json.loads(text)
+
+
+def raw(gateway: GatewayProcess, head: str, content: bytes = b"") -> socket.socket:
+    host, port = gateway.address.split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: gateway\r\n{head}\r\n\r\n".encode() + content)
+    return connection
+
+
+def test_a_crowd_of_streams_gets_the_answer_of_one(gateway: GatewayProcess) -> None:
+    async def ask(client: openai.AsyncOpenAI) -> str:
+        options: Any = json.loads(body(stream=True))
+        return "".join(
+            [chunk.choices[0].delta.content or "" async for chunk in await client.chat.completions.create(**options)]
+        )
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="-", timeout=60, max_retries=10) as client:
+            return await asyncio.gather(*(ask(client) for _ in range(NUM_STREAMS)))
+
+    _, _, alone = post(gateway, body())
+    assert asyncio.run(ask_all()) == [alone["choices"][0]["message"]["content"]] * NUM_STREAMS
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(gateway: GatewayProcess, server: Any) -> None:
+    content = body(stream=True, max_tokens=2000, ignore_eos=True)
+    with raw(gateway, f"Content-Length: {len(content)}", content):
+        wait_until(lambda: metrics(server)["tandem_num_active"] == 1)
+        assert post(gateway, body())[0] == 200
+    wait_until(lambda: metrics(server)["tandem_num_active"] == 0, timeout_s=3)
+
+
+@pytest.mark.parametrize(
+    ("head", "content", "status"),
+    [
+        ("Content-Length: 9", b"{", 408),
+        ("Content-Length: 99999999", b"{", 413),
+        ("Content-Length: 3", b"{}}", 400),
+        ("Content-Length: many", b"", 400),
+        ("Transfer-Encoding: chunked", b'5\r\n{"a":\r\n', 408),
+    ],
+)
+def test_odd_bodies(gateway: GatewayProcess, head: str, content: bytes, status: int) -> None:
+    with raw(gateway, head, content) as connection:
+        assert connection.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
+    assert post(gateway, body())[0] == 200
+
+
+def test_a_model_that_is_loaded_anew_is_used_again(small_server: TritonServer) -> None:
+    with running_gateway(small_server.grpc_url) as gateway:
+        before = post(gateway, body())
+        assert before[0] == 200
+        small_server.api.unload("tandem")
+        status, headers, error = post(gateway, body())
+        assert (status, error["error"]["code"]) == (503, "backend_unavailable")
+        assert int(headers["retry-after"]) > 0
+        small_server.api.load("tandem", 60)
+        after = post(gateway, body())
+        assert after[0] == 200
+        assert after[2]["choices"][0]["message"] == before[2]["choices"][0]["message"]
+
+
+@pytest.mark.slow
+def test_a_backend_that_restarts_is_found_again(tmp_path: Path) -> None:
+    repository = small_repository(tmp_path / "repository")
+    with (
+        TritonServer(repository, log_path=tmp_path / "first.log") as server,
+        running_gateway(server.grpc_url) as gateway,
+    ):
+        port = int(server.grpc_url.rpartition(":")[2])
+        client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="-", max_retries=0)
+        options: Any = json.loads(body(stream=True, max_tokens=2000))
+        stream = iter(client.chat.completions.create(**options, extra_body={"ignore_eos": True}))
+        next(stream)
+        server.stop()
+        with pytest.raises(openai.APIError):  # a stream that fails says so
+            list(stream)
+        status, headers, error = post(gateway, body())
+        assert (status, error["error"]["code"]) == (503, "backend_unavailable")
+        assert int(headers["retry-after"]) > 0
+        with TritonServer(repository, log_path=tmp_path / "second.log", grpc_port=port):
+            deadline = time.monotonic() + 5
+            while post(gateway, body())[0] != 200:
+                assert time.monotonic() < deadline, "the gateway did not find the backend again"
+                time.sleep(0.2)
+
+
+def check_operations(gateway: GatewayProcess, num_requests: int) -> None:
+    """Random requests, right and wrong, to every operation of the description: no 5xx, and answers as described."""
+    schema = schemathesis.openapi.from_url(f"{gateway.url}/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) >= 8
+    for operation in operations:
+
+        @settings(
+            max_examples=num_requests // len(operations) + 1,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def check(case: Any) -> None:
+            case.call_and_validate(checks=CHECKS, timeout=60)
+
+        check()
+
+
+def test_generated_requests(gateway: GatewayProcess) -> None:
+    check_operations(gateway, 60)
+
+
+@pytest.mark.slow
+def test_many_generated_requests(gateway: GatewayProcess) -> None:
+    check_operations(gateway, 2000)
