@@ -40,6 +40,7 @@ async function send(text) {
   const panes = element("div", { className: sides.length > 1 ? "panes two" : "panes" });
   turn.append(panes);
   $("intro").hidden = true;
+  $("settings").open = false;
   comparison?.stop();
   $("conversation").append(turn);
   $("message").value = "";
@@ -148,7 +149,12 @@ function setRunning(controller) {
   running = controller;
   $("send").hidden = Boolean(controller);
   $("stop").hidden = !controller;
-  if (!controller && document.activeElement === document.body) $("message").focus({ preventScroll: true });
+  if (!controller && document.activeElement === document.body) focusMessage();
+}
+
+/** Not on a touch screen: its keyboard would cover the page. */
+function focusMessage() {
+  if (matchMedia("(hover: hover)").matches) $("message").focus({ preventScroll: true });
 }
 
 function say(sentence) {
@@ -169,7 +175,7 @@ function newChat() {
   conversation = { messages: [] };
   $("conversation").replaceChildren($("intro"));
   $("intro").hidden = false;
-  $("message").focus();
+  focusMessage();
 }
 
 $("composer").addEventListener("submit", (event) => {
@@ -203,4 +209,5 @@ addEventListener("pointerdown", (event) => {
   if (!$("settings").contains(event.target)) $("settings").open = false;
 });
 
+focusMessage();
 loadModels();
