@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # torch takes seconds to import: only when a command runs
 REPOSITORY = Path("model_repository")
 CHECKPOINT = REPOSITORY / "tandem" / "1" / "tandem-pydoc"
 PROMPTS = Path("tests/prompts.jsonl")
+ENVOY_CONFIG = Path("docker/envoy/envoy.yaml")
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _NEW_FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
@@ -212,6 +213,55 @@ def gateway(
     except LaunchError as error:
         raise click.ClickException(str(error)) from error
     _report(result, render_gateway, json_file)
+
+
+@bench.command()
+@_checkpoint_option
+@click.option(
+    "--envoy-config",
+    type=_FILE,
+    default=ENVOY_CONFIG,
+    show_default=True,
+    help="Of the proxy, with the replicas of this run in place of its own.",
+)
+@click.option("--streams", type=click.IntRange(min=1), default=16, show_default=True, help="Requests at a time.")
+@_measure_options
+def replicas(
+    checkpoint: Path,
+    envoy_config: Path,
+    streams: int,
+    prompts_file: Path,
+    max_tokens: int,
+    repeats: int,
+    json_file: Path | None,
+) -> None:
+    """What a second replica brings: tokens/s through Envoy of one beside two.
+
+    Each replica has one core and one thread; the client and Envoy share the machine with them. Exits 1 when a text
+    differs.
+    """
+    from tandem_backend.benchmarks.environment import num_usable_cores, provenance
+    from tandem_backend.benchmarks.replicas import ReplicaBench, render_replicas
+    from tandem_backend.serving.envoy import Envoy, pinned_replicas
+    from tandem_backend.serving.launcher import LaunchError, interrupt_on_signals
+
+    def measure() -> dict[str, Any]:
+        prompts = _read_prompts(prompts_file)
+        with (
+            pinned_replicas(checkpoint, 2) as servers,
+            Envoy(envoy_config, servers[:1]) as one,
+            Envoy(envoy_config, servers) as two,
+        ):
+            rows = ReplicaBench((one, two), prompts, max_tokens, streams).run(repeats, _say)
+        figures = {"benchmark": "replicas", **provenance(num_usable_cores()), "checkpoint": checkpoint.name}
+        return figures | {"streams": streams, "max_tokens": max_tokens, "repeats": repeats, "rows": rows}
+
+    interrupt_on_signals()
+    try:
+        result = _measured(measure)
+    except LaunchError as error:
+        raise click.ClickException(str(error)) from error
+    _report(result, render_replicas, json_file)
 
 
 @bench.command("verify-curve")

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from tandem_client.gateway import endpoints, errors, operations
+from tandem_client.gateway import endpoints, errors, live_page, operations
 from tandem_client.gateway.access import Access
 from tandem_client.gateway.backend import CHANNEL_OPTIONS, Backend
 from tandem_client.gateway.calls import Calls, Hooks
@@ -44,6 +44,8 @@ def create_app(settings: Settings, hooks: Hooks | None = None, transport: AioTra
     errors.install(app)
     app.include_router(endpoints.router, responses=errors.DESCRIPTIONS)
     app.include_router(operations.router, responses=errors.DESCRIPTIONS)
+    if settings.page:
+        app.include_router(live_page.router)
     app.add_middleware(Doorway)
     if settings.cors_origins:  # outermost: a browser asks beforehand, and without the key
         app.add_middleware(

@@ -39,6 +39,8 @@ def chat_options(values: Mapping[str, Any], caller: Caller) -> GenerateOptions:
         raise invalid("top_logprobs", "only with logprobs")
     if values.get("logprobs"):
         options["logprobs"] = values.get("top_logprobs", True)
+    if values.get("return_draft_trees"):
+        options["return_draft_trees"] = True
     return options
 
 
@@ -59,6 +61,7 @@ class ChatWriter:
         self._include_usage = read_stream_options(values)
         self._wants_logprobs = bool(values.get("logprobs"))
         self._wants_token_ids = bool(values.get("return_token_ids"))
+        self._wants_trees = bool(values.get("return_draft_trees"))
         head = {"object": "chat.completion.chunk", **self._head}
         self._before = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
         self._after = b'],"usage":null}\n\n' if self._include_usage else b"]}\n\n"
@@ -112,7 +115,7 @@ class ChatWriter:
 
     @property
     def _is_detailed(self) -> bool:
-        return self._wants_logprobs or self._wants_token_ids
+        return self._wants_logprobs or self._wants_token_ids or self._wants_trees
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -129,7 +132,7 @@ class ChatWriter:
             "message": message,
             "logprobs": _logprobs(answer) if self._wants_logprobs else None,
             "finish_reason": finish_reason(answer.finish_reason),
-            "tandem": tandem_report(answer.usage, answer.finish_reason, self._call),
+            "tandem": tandem_report(answer.usage, answer.finish_reason, self._call) | self._trees(answer),
             **({"token_ids": answer.token_ids} if self._wants_token_ids else {}),
         }
 
@@ -139,7 +142,12 @@ class ChatWriter:
             details["logprobs"] = _logprobs(chunk)
         if self._wants_token_ids:
             details["token_ids"] = chunk.token_ids
+        if self._wants_trees:
+            details["tandem"] = self._trees(chunk)
         return details
+
+    def _trees(self, part: Chunk | Completion) -> dict[str, Any]:
+        return {"draft_trees": part.draft_trees} if self._wants_trees else {}
 
     def _event(self, index: int, delta: dict[str, Any], reason: str | None, more: dict[str, Any]) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **more}

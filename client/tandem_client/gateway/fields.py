@@ -162,6 +162,7 @@ TABLE: tuple[Row, ...] = (
         "cache_salt", _CPR, Text, "only requests of the same salt, and key, share cached prefixes", forwarded=False
     ),
     _extension("return_token_ids", _CPR, Flag, "each choice has its `token_ids`", forwarded=False),
+    _extension("return_draft_trees", _C, Flag, "who proposed each token: `tandem.draft_trees`", forwarded=False),
 )
 
 

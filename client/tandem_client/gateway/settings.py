@@ -26,6 +26,7 @@ class Settings(BaseSettings):
     model_aliases: dict[str, str] = Field({}, description="further names of the backend's models, by alias")
     keys_file: Path | None = Field(None, description="file of `tandem gateway-key`; without one no key is asked for")
     admin_token: SecretStr | None = Field(None, description="opens /admin and, where set, is asked for at /metrics")
+    page: bool = Field(True, description="serve the live page at /")
     cors_origins: tuple[str, ...] = Field((), description="origins whose pages may call the API; off by default")
     max_body_bytes: int = Field(4 << 20, ge=1024, description="largest request body")
     body_timeout_s: Seconds = Field(30.0, description="a body must have come within so long")
