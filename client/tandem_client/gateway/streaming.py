@@ -2,6 +2,7 @@
 """Server-sent events, and clients that leave: whoever reads no more makes the generation stop."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import suppress
 from typing import TypeVar
@@ -9,6 +10,8 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Send
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -75,6 +78,8 @@ class EventStream(StreamingResponse):
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             heart.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:  # the server closes a connection whose response stays incomplete
+            logger.warning("a client took nothing for %g s and is dropped", self._send_timeout_s)
         finally:
             heart.cancel()
             await self._events.aclose()

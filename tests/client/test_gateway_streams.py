@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of the gateway: heartbeats, clients that leave or don't read, and the events of completions and responses."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import pytest
+from fake_transport import FINAL, AsyncFakeTransport, FakeStream, Script, answer, response
+from fastapi.testclient import TestClient
+from tandem_client import ServerError
+from tandem_client.gateway.app import create_app
+from tandem_client.gateway.completions import merged
+from tandem_client.gateway.settings import Settings
+from tandem_client.gateway.streaming import HEARTBEAT
+from tandem_client.types import Chunk
+from tandem_client.wire import InferResponse
+
+CHAT = "/v1/chat/completions"
+BODY: dict[str, Any] = {"model": "tandem", "messages": [{"role": "user", "content": "Hello?"}], "stream": True}
+
+
+class SlowStream(FakeStream):
+    """Takes its time before each response, and ends when it is cancelled."""
+
+    def __init__(self, script: Script, pause_s: float) -> None:
+        super().__init__(script)
+        self._pause_s = pause_s
+
+    async def __anext__(self) -> InferResponse:
+        await asyncio.sleep(self._pause_s)
+        return await super().__anext__()
+
+
+class SlowTransport(AsyncFakeTransport):
+    """Every stream pauses."""
+
+    def __init__(self, *scripts: Script, pause_s: float) -> None:
+        super().__init__(*scripts)
+        self._pause_s = pause_s
+
+    def send(self, request: Any) -> SlowStream:
+        slow = SlowStream(self.scripts.pop(0), self._pause_s)
+        self.requests.append(request)
+        self.streams.append(slow)
+        return slow
+
+
+def post(path: str, body: dict[str, Any], transport: AsyncFakeTransport, **settings: Any) -> Any:
+    with TestClient(create_app(Settings(**settings), transport=transport)) as client:  # type: ignore[arg-type]
+        return client.post(path, json=body)
+
+
+def test_a_silent_stream_beats() -> None:
+    reply = post(CHAT, BODY, SlowTransport(answer("Hi"), pause_s=0.12), heartbeat_s=0.05)
+    assert reply.status_code == 200
+    assert reply.content.count(HEARTBEAT) >= 1
+    assert '"content":"Hi"' not in reply.text.split(": still here")[0]
+    assert reply.text.endswith("data: [DONE]\n\n")
+
+
+def test_an_error_before_the_first_beat_is_a_status_and_after_it_an_event() -> None:
+    script = [ServerError("UNAVAILABLE", "the queue is full; retry after 3 s")]
+    early = post(CHAT, BODY, SlowTransport(script, pause_s=0.01), heartbeat_s=5)
+    assert (early.status_code, early.headers["retry-after"]) == (503, "3")
+    late = post(CHAT, BODY, SlowTransport(script, pause_s=0.2), heartbeat_s=0.05)
+    assert late.status_code == 200
+    assert '"code": "backend_unavailable"' in late.text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("leaves_after_s", [0.05, 0.25])  # while the prompt is read, and in the answer
+def test_a_client_that_leaves_cancels_its_request(stream: bool, leaves_after_s: float) -> None:
+    transport = SlowTransport([response("x", [1])] * 100, pause_s=0.1)
+
+    async def ask() -> None:
+        app = create_app(Settings(), transport=transport)  # type: ignore[arg-type]
+        body = [{"type": "http.request", "body": json.dumps({**BODY, "stream": stream}).encode(), "more_body": False}]
+
+        async def receive() -> Any:
+            if body:
+                return body.pop()
+            await asyncio.sleep(leaves_after_s)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            pass
+
+        async with app.router.lifespan_context(app):
+            scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "app": app}
+            async with asyncio.timeout(5):
+                await app(scope, receive, send)
+            assert 'calls_total{endpoint="chat",outcome="cancelled"} 1.0' in app.state.gateway.metrics.text().decode()
+
+    asyncio.run(ask())
+    assert [each.is_cancelled for each in transport.streams] == [True]
+
+
+def test_a_client_that_takes_nothing_is_dropped() -> None:
+    transport = AsyncFakeTransport([response("x", [1])] * 100)
+
+    async def ask() -> None:
+        app = create_app(Settings(send_timeout_s=0.05), transport=transport)  # type: ignore[arg-type]
+        body = [{"type": "http.request", "body": json.dumps(BODY).encode(), "more_body": False}]
+
+        async def receive() -> Any:
+            return body.pop() if body else await asyncio.sleep(30)
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.sleep(30)
+
+        async with app.router.lifespan_context(app):
+            scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "app": app}
+            async with asyncio.timeout(5):
+                await app(scope, receive, send)
+
+    asyncio.run(ask())
+    assert [each.is_cancelled for each in transport.streams] == [True]
+
+
+def test_several_prompts_are_several_choices() -> None:
+    body = {"model": "tandem", "prompt": ["a", "b"], "n": 2, "echo": True}
+    script = [
+        response("x", [1], choice_index=1),
+        response("y", [2], "stop", choice_index=0),
+        response("z", [3], "stop", choice_index=1),
+        FINAL,
+    ]
+    reply = post("/v1/completions", body, AsyncFakeTransport(script, script)).json()
+    assert [(choice["index"], choice["text"]) for choice in reply["choices"]] == [
+        (0, "ay"),
+        (1, "axz"),
+        (2, "by"),
+        (3, "bxz"),
+    ]
+    assert reply["usage"]["prompt_tokens"] == 14
+    assert reply["usage"]["completion_tokens"] == 6
+
+
+def test_one_prompt_that_fails_ends_the_others() -> None:
+    async def long() -> AsyncGenerator[Chunk, None]:
+        try:
+            while True:
+                yield Chunk(text="x")
+                await asyncio.sleep(0)
+        finally:
+            closed.append(True)
+
+    async def failing() -> AsyncGenerator[Chunk, None]:
+        yield Chunk(text="y")
+        raise ServerError("INTERNAL", "a round failed")
+
+    async def read(source: AsyncIterator[Chunk]) -> None:
+        async for _ in source:
+            pass
+
+    closed: list[bool] = []
+    with pytest.raises(ServerError, match="a round failed"):
+        asyncio.run(read(merged([long(), failing()], 1)))
+    assert closed == [True]
+
+
+def test_logprobs_are_spelt() -> None:
+    entries = [{"token_id": 1, "logprob": -0.5, "bytes": [0xC3], "top_logprobs": []}]
+    rest = [{"token_id": 2, "logprob": -0.25, "bytes": [0xA9], "top_logprobs": []}]
+    script = [
+        response("", [1], logprobs=json.dumps(entries).encode()),
+        response("é", [2], "stop", logprobs=json.dumps(rest).encode()),
+        FINAL,
+    ]
+    body = {**BODY, "stream": False, "logprobs": True}
+    content = post(CHAT, body, AsyncFakeTransport(script)).json()["choices"][0]["logprobs"]["content"]
+    assert [(entry["token"], entry["bytes"]) for entry in content] == [("\\xc3", [0xC3]), ("\\xa9", [0xA9])]
+
+
+def test_the_events_of_a_response() -> None:
+    call = [{"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{"}}]
+    rest = [{"index": 0, "function": {"arguments": "}"}}]
+    script = [
+        response("", [1], reasoning_content=b"Hm."),
+        response("Yes", [2]),
+        response("", [3], tool_calls=json.dumps(call).encode()),
+        response("", [4], "tool_calls", tool_calls=json.dumps(rest).encode()),
+        FINAL,
+    ]
+    body = {"model": "tandem", "input": "Hello?", "stream": True}
+    streamed = post("/v1/responses", body, AsyncFakeTransport(script)).text
+    events = [json.loads(block.split("\ndata: ")[1]) for block in streamed.strip().split("\n\n")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    final = events[-1]["response"]
+    assert events[-1]["type"] == "response.completed"
+    assert [item["type"] for item in final["output"]] == ["reasoning", "message", "function_call"]
+    assert final["output"][2]["arguments"] == "{}"
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == final["output"]
+    whole = post("/v1/responses", {**body, "stream": False}, AsyncFakeTransport(script)).json()
+    for mine, other in zip(whole["output"], final["output"], strict=True):
+        assert {**mine, "id": ""} == {**other, "id": ""}
+    assert whole["usage"] == final["usage"]
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] == 1
