@@ -166,6 +166,7 @@ class Request:
     priority: int = DEFAULT_PRIORITY  # 1 starts first, 9 last
     timeout_ms: int | None = None  # from arrival to the last token; None: no limit
     cache_salt: str = ""  # only requests of the same salt share cached prefixes and responses
+    whole_conversation: bool = False  # the prompt of a turn is the whole conversation, not what is new in it
     return_receipt: bool = False  # the last output has one
     return_draft_trees: bool = False  # outputs tell the rounds that gave them
 

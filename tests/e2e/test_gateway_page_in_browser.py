@@ -217,6 +217,20 @@ def test_everything_can_be_done_by_keyboard(open_page: Open) -> None:
     assert live.answers.count() == 2
 
 
+def test_the_conversation_goes_along(open_page: Open) -> None:
+    live = open_page()
+    (answer,) = live.ask(QUESTION)
+    with live.page.expect_request("**/v1/chat/completions") as sent:
+        live.ask("And loads?")
+    asked = sent.value.post_data_json["messages"]
+    assert [message["role"] for message in asked] == ["user", "assistant", "user"]
+    assert asked[1]["content"].strip() == answer.strip()
+    live.page.locator("#new-chat").click()
+    with live.page.expect_request("**/v1/chat/completions") as sent:
+        live.ask(QUESTION)
+    assert len(sent.value.post_data_json["messages"]) == 1
+
+
 def test_escape_stops_an_answer(open_page: Open) -> None:
     live = open_page()
     live.page.route("**/v1/chat/completions", without_an_end)

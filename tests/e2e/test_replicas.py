@@ -13,10 +13,13 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
+from tandem_backend.benchmarks.replicas import ReplicaBench, render_replicas
 from tandem_backend.commands.new_model import new_model
 from tandem_backend.serving.envoy import Envoy
 from tandem_backend.serving.launcher import TritonServer, choose_ports
 from tandem_backend.serving.supervisor import Supervisor
+from tandem_backend.types import Prompt
+from tandem_backend.verification.prompts import NamedPrompt
 from tandem_client import Session, TandemClient, TandemClientError
 from triton_calls import MODEL_REPOSITORY, post, wait_until
 
@@ -33,7 +36,8 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[TritonServer]]:
     folder = tmp_path_factory.mktemp("replicas")
-    settings = [part for key, value in SETTINGS.items() for part in ("--set", f"{key}={value}")]
+    shared = {"disk_cache": folder / "disk"}
+    settings = [part for key, value in {**SETTINGS, **shared}.items() for part in ("--set", f"{key}={value}")]
     command = [str(folder / "repository" / "tandem"), "--target", str(CHECKPOINT), "--link", *settings]
     result = CliRunner().invoke(new_model, command)
     assert result.exit_code == 0, result.output
@@ -90,6 +94,17 @@ def prompt_for(client: TandemClient, envoy: Envoy, replicas: list[TritonServer],
         if place(envoy, replicas, lambda prompt=prompt: client.complete(prompt, max_tokens=1)) is replica:
             return prompt
     raise AssertionError("all requests go to one replica")
+
+
+def session_at(client: TandemClient, envoy: Envoy, replicas: list[TritonServer], replica: TritonServer) -> Session:
+    """A session of `replica` that resumes; nothing was said in it yet."""
+    for _ in range(NUM_TRIES):
+        session = client.session(resume=True)
+        if place(envoy, replicas, lambda session=session: say(session, "Hello")) is replica:
+            session.close()
+            return session
+        session.close()
+    raise AssertionError("all sessions go to one replica")
 
 
 def say(session: Session, text: str) -> str:
@@ -176,12 +191,9 @@ def test_a_killed_replica_s_sessions_and_requests_go_on_elsewhere(
         expected = [say(undisturbed, text) for text in TURNS]
         waiting, begun = (prompt_for(client, envoy, replicas, dies) for _ in range(2))
         answer = direct.complete(waiting, max_tokens=12).token_ids
-    sessions: dict[str, list[Session]] = {replica.grpc_url: [] for replica in replicas}
-    while min(map(len, sessions.values())) < 2:
-        session = client.session(resume=True)
-        sessions[place(envoy, replicas, lambda s=session: say(s, TURNS[0])).grpc_url].append(session)
-    everyone = [session for group in sessions.values() for session in group]
-    assert [say(session, TURNS[1]) for session in everyone] == [expected[1]] * len(everyone)
+    everyone = [session_at(client, envoy, replicas, replica) for replica in (dies, dies, lives, lives)]
+    for turn in (0, 1):
+        assert [say(session, TURNS[turn]) for session in everyone] == [expected[turn]] * 4
 
     stream = client.generate(begun, max_tokens=3000, sampling={"ignore_eos": True}, timeout_s=LIMIT_S)
     next(stream)
@@ -195,11 +207,20 @@ def test_a_killed_replica_s_sessions_and_requests_go_on_elsewhere(
         list(stream)
     thread.join()
     assert results == [answer]
-    assert [say(session, TURNS[2]) for session in everyone] == [expected[2]] * len(everyone)
-    for session in sessions[lives.grpc_url]:
-        assert session.is_open
+    assert [say(session, TURNS[2]) for session in everyone] == [expected[2]] * 4
+    for session in everyone:
         session.close()
     wait_until(lambda: envoy.healthy() == {lives.grpc_url})
+
+
+def test_the_bench_compares_like_with_like(envoy: Envoy, client: TandemClient, replicas: list[TritonServer]) -> None:
+    prompts = [NamedPrompt(str(n), Prompt(text=f"def read_{n}(path):\n")) for n in range(3)]
+    with Envoy(CONFIG, replicas[1:]) as one:
+        rows = ReplicaBench((one, envoy), prompts, 8, streams=2).run(1, lambda text: None)
+        assert [row["replicas"] for row in rows] == [1, 2]
+        assert rows[0]["ratio"] == rows[0]["largest_share"] == 1
+        assert all(row["tokens_per_s"] > 0 for row in rows)
+        assert "largest share" in render_replicas({"rows": rows})
 
 
 @pytest.mark.slow

@@ -31,6 +31,12 @@ class Steps:
         words = (bits.view(-1, 32) << torch.arange(32)).sum(1)
         mask.copy_(torch.where(words >= 1 << 31, words - (1 << 32), words).int())
 
+    def settle(self, token_id: int) -> int | None:
+        """What every second position leaves to the mask."""
+        assert not self.is_void
+        fits = token_id % self.modulus == self.num_taken % self.modulus
+        return token_id if fits and self.num_taken % 2 else None
+
     def forced(self) -> list[int]:
         return []
 

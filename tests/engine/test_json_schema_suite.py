@@ -58,12 +58,20 @@ def allowed(state: GrammarState) -> np.ndarray:
     return np.flatnonzero(np.unpackbits(mask.numpy().view(np.uint8), bitorder="little"))
 
 
+def check_settled(state: GrammarState, choices: list[int], rng: random.Random) -> None:
+    """What is known without a mask is what the mask says."""
+    for token in [EOS, *rng.sample(choices, min(len(choices), 8)), *rng.sample(range(VOCAB_SIZE), 8)]:
+        settled = state.settle(token)
+        assert settled == token if token in choices else settled is None or choices == [settled]
+
+
 def walk(state: GrammarState, rng: random.Random, closers: frozenset[int]) -> list[int] | None:
     """A random text that the masks let through, with a bias to its end; None where it does not end in time."""
     state, tokens = state.fork(), []
     while not state.is_finished():
         choices = allowed(state).tolist()
         assert choices, "the mask leaves nothing"
+        check_settled(state, choices, rng)
         if EOS in choices and rng.random() < 0.7:
             return tokens
         endings = [token for token in choices if token in closers]

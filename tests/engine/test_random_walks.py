@@ -99,6 +99,7 @@ class Walk(RuleBasedStateMachine):
         sequence_id=st.sampled_from(SEQUENCE_IDS),
         starts=st.sampled_from([True, False, False]),
         ends=st.sampled_from([True, False, False, False]),
+        whole=st.booleans(),
         priority=PRIORITIES,
         timeout_ms=TIMEOUTS,
     )
@@ -109,9 +110,13 @@ class Walk(RuleBasedStateMachine):
         sequence_id: int | str,
         starts: bool,
         ends: bool,
+        whole: bool,
         priority: int,
         timeout_ms: int | None,
     ) -> None:
+        session = self.engine.scheduler.sessions.get(sequence_id)
+        if whole and session is not None and session.sequence is not None:  # as far as it has come, and more
+            prompt = (*session.sequence.token_ids[: MAX_CONTEXT // 2], *prompt)
         request = Request(
             request_id=next(self.ids),
             prompt=Prompt(token_ids=prompt),
@@ -119,6 +124,7 @@ class Walk(RuleBasedStateMachine):
             sequence_id=sequence_id,
             sequence_start=starts or sequence_id not in self.engine.scheduler.sessions,
             sequence_end=ends,
+            whole_conversation=whole,
             priority=priority,
             timeout_ms=timeout_ms,
         )
@@ -186,7 +192,8 @@ class Walk(RuleBasedStateMachine):
                 assert result.error is not None or result.finish_reason in CUT_SHORT
                 assert not result.token_ids
                 continue
-            tokens = (*kept.get(request.sequence_id or "", ()), *request.prompt.token_ids)
+            before = () if request.whole_conversation else kept.get(request.sequence_id or "", ())
+            tokens = (*before, *request.prompt.token_ids)
             yield request, result, tokens
             if request.sequence_id is not None:
                 kept[request.sequence_id] = (*tokens, *result.token_ids)

@@ -327,6 +327,14 @@ def test_any_json_gives_parameters_or_a_clear_error(sampling: dict[str, Any]) ->
     assert not message or re.match(r"\w+", message)[0] in {*sampling, "sampling_parameters"}
 
 
+def test_a_turn_may_bring_the_whole_conversation() -> None:
+    plain, whole = parse(text_input="x"), parse(text_input="x", parameters='{"whole_conversation": true}')
+    assert plain.request is not None
+    assert whole.request is not None
+    assert (plain.request.whole_conversation, whole.request.whole_conversation) == (False, True)
+    assert whole.ignored == ()
+
+
 def test_a_cache_salt_separates_tenants() -> None:
     plain, salted = parse(text_input="x"), parse(text_input="x", parameters='{"cache_salt": "tenant 1"}')
     assert plain.request is not None
@@ -338,6 +346,7 @@ def test_a_cache_salt_separates_tenants() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"whole_conversation": "maybe"}, "whole_conversation: .* boolean, .*got 'maybe'"),
         ({"cache_salt": 5}, "cache_salt: .* string, got 5"),
         ({"cache_salt": "x" * 257}, "cache_salt: .* at most 256 characters"),
         ({"admin": "drop_all"}, "admin: .* 'drop_all'"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's choice at every row, plain rows and draft rows alike."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem_backend.engine.draft_tree import DraftTree, anchor_tree
 from tandem_backend.engine.sampling.distribution import RequestRows, distribute, request_rows
 from tandem_backend.engine.sampling.draw import draw_tokens
+from tandem_backend.engine.sampling.settle import settle
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.types import PromptLogprob, TopLogprobs
 
@@ -36,11 +37,13 @@ def choose(
 ) -> list[Choice]:
     """logits: [rows with logits, vocab] float32; they stay as they are. best: their argmax, where it is known.
 
-    Rows of plain greedy requests cost one argmax over all of them. Those of the others go through the distribution that
-    their request asks for, each with the tokens on its own path.
+    Rows of plain greedy requests cost one argmax over all of them; where such a request has a constraint, that is asked
+    on the way that accept() will go. The others go through the distribution that their request asks for, each with the
+    tokens on its own path.
     """
     token_ids, logprobs = (values.tolist() for values in best or kernels.argmax(logits))
     choices: list[Choice] = []
+    settled: list[tuple[int, int, dict[int, int]]] = []  # whose choice, its first row in the pass, tokens by its rows
     special: list[tuple[int, int, RequestRows]] = []  # whose choice, its first row in the pass, its rows
     end = 0
     for rows, tree in zip(scheduled, trees, strict=True):
@@ -49,18 +52,37 @@ def choose(
         if tree is None and rows.generation.request.params.prompt_logprobs is not None:
             prompt = _prompt_logprobs(logits[first:end], rows)
         chosen = range(end - int(rows.ends_prompt) if tree is None else first, end)
-        if chosen and not generation.sampling.is_plain(generation.num_output):
+        own = slice(chosen.start, chosen.stop)
+        sampling, num_output = generation.sampling, generation.num_output
+        if chosen and not sampling.is_plain(num_output):
             committed = generation.sequence.token_ids
             tree = tree if tree is not None else anchor_tree(committed[-1])
-            special.append((len(choices), chosen.start, request_rows(generation.sampling, committed, tree)))
-        own = slice(chosen.start, chosen.stop)
+            if sampling.constraint is not None and sampling.may_settle(num_output):
+                tokens = settle(sampling.constraint, tree, token_ids[own], logits[own])
+                settled.append((len(choices), chosen.start, tokens))
+            else:
+                special.append((len(choices), chosen.start, request_rows(sampling, committed, tree)))
         choices.append(Choice(token_ids[own], logprobs[own], prompt_logprobs=prompt))
     if special:
         places = [place for _, first, rows in special for place in range(first, first + len(rows.paths))]
         chosen_special = _choose_special(logits[torch.tensor(places)], [rows for _, _, rows in special])
         for (index, _, _), choice in zip(special, chosen_special, strict=True):
             choices[index] = replace(choice, prompt_logprobs=choices[index].prompt_logprobs)
+    for index, first, tokens in settled:
+        choices[index] = _with_tokens(choices[index], tokens, logits[first:])
     return choices
+
+
+def _with_tokens(choice: Choice, tokens: Mapping[int, int], logits: Tensor) -> Choice:
+    """`choice` with these tokens by row. logits: [rows or more, vocab], raw."""
+    changed = [row for row, token_id in tokens.items() if token_id != choice.token_ids[row]]
+    if not changed:
+        return choice
+    token_ids, logprobs = list(choice.token_ids), list(choice.logprobs)
+    new = torch.tensor([max(tokens[row], 0) for row in changed], dtype=torch.int32, device=logits.device)
+    for row, value in zip(changed, kernels.log_probs(logits[changed], new)[0].tolist(), strict=True):
+        token_ids[row], logprobs[row] = tokens[row], value
+    return replace(choice, token_ids=token_ids, logprobs=logprobs)
 
 
 def _choose_special(logits: Tensor, requests: Sequence[RequestRows]) -> list[Choice]:

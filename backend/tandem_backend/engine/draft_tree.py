@@ -35,6 +35,15 @@ def children_of(tree: DraftTree) -> dict[int, list[int]]:
     return children
 
 
+def child_by_token(tree: DraftTree) -> dict[tuple[int, int], int]:
+    """The child of a node (its parent's index) that carries a token."""
+    return {
+        (parent, token_id): node
+        for node, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
+        if parent >= 0
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Accepted:
     """The walk's result: rows whose state is kept, and one token after each of them."""
@@ -45,11 +54,7 @@ class Accepted:
 
 def accept(tree: DraftTree, choices: Sequence[int]) -> Accepted:
     """Follow the target's own choice at each node (`choices[node]`) to the child that carries it, if there is one."""
-    children: dict[tuple[int, int], int] = {
-        (parent, token_id): node
-        for node, (parent, token_id) in enumerate(zip(tree.parents, tree.token_ids, strict=True))
-        if parent >= 0
-    }
+    children = child_by_token(tree)
     path, token_ids = [0], [choices[0]]
     while (child := children.get((path[-1], token_ids[-1]))) is not None:
         path.append(child)

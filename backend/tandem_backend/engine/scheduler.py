@@ -150,7 +150,7 @@ class Scheduler:
         needed = self._worst_blocks(item, kept)
         if kept is not None:
             # The conversation's own blocks serve its next turn too, or come free where it begins anew.
-            is_continued = item.session is not None and item.session.messages is None
+            is_continued = not self._may_begin_anew(item)
             table = kept.block_table
             needed -= len(table) if is_continued else sum(self.cache.comes_free(block) for block in table)
             return self.cache.make_room(needed, None)
@@ -170,11 +170,16 @@ class Scheduler:
     def _drop_least_recent(self, sessions: list[Session]) -> None:
         self.drop_session(min(sessions, key=lambda session: session.last_used_s), SessionEnd.MEMORY)
 
+    def _may_begin_anew(self, item: Waiting) -> bool:
+        """Whether a later turn's tokens may begin differently from those that its session keeps."""
+        is_of_messages = item.session is not None and item.session.messages is not None
+        return is_of_messages or item.prepared.request.whole_conversation
+
     def _worst_blocks(self, item: Waiting, kept: Sequence | None) -> int:
-        prompt = item.prepared.num_prompt_tokens + (len(kept.token_ids) if kept is not None else 0)
-        if item.session is not None and item.session.messages is not None:
+        prompt = item.prepared.num_prompt_tokens
+        if kept is not None and not item.prepared.request.whole_conversation:
             # The template may write earlier turns longer than they were kept; only the context bounds it.
-            prompt = self.max_context_len
+            prompt = self.max_context_len if self._may_begin_anew(item) else prompt + len(kept.token_ids)
         worst = self.num_blocks(min(prompt + self.max_tokens(item.prepared), self.max_context_len))
         # More than there are never come free; whether the turn really needs them is seen at its start.
         return min(worst, self.blocks.size)

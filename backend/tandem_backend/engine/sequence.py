@@ -90,7 +90,7 @@ class Session:
         messages = generation.request.prompt.messages
         if messages is None:
             self.messages = None
-        elif is_first:
+        elif is_first or generation.request.whole_conversation:
             self.messages = list(messages)
         elif self.messages is not None:
             self.messages = [*self.messages, *messages]

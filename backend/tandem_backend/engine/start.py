@@ -46,7 +46,7 @@ class Starter:
             )
         kept = session.sequence if session is not None else None
         token_ids = list(item.prepared.prompt_ids)
-        if session is not None and kept is not None:
+        if session is not None and kept is not None and not item.prepared.request.whole_conversation:
             token_ids = self.prompts.continue_session(session, kept.token_ids, item.prepared.request.prompt)
         self.limits.check(item.prepared.request, len(token_ids))
         sequence = kept if kept is not None else self.scheduler.new_sequence()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fields of our own among the sampling values: whose cache a request uses, how tokens are shown, what an admin asks."""
+"""Fields of our own among the sampling values: on state that is kept, how tokens are shown, what an admin asks."""
 
 import hmac
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ class OwnFields(BaseModel):
 
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     logprobs_bytes: bool = False
+    whole_conversation: bool = False
     admin: Annotated[str, Field(pattern=f"^{CLEAR_CACHES}$")] | None = None
     admin_token: str = ""
 

@@ -101,6 +101,7 @@ def parse_request(request: Any, request_id: str) -> Parsed:
         priority=urgency.priority,
         timeout_ms=urgency.timeout_ms,
         cache_salt=own.cache_salt,
+        whole_conversation=own.whole_conversation,
         return_receipt=options.return_receipt,
         return_draft_trees=options.return_draft_trees,
     )

@@ -39,6 +39,13 @@ class GrammarState:
         if self.matcher.is_error():  # a limit of the parser: nothing may follow, which ends the request with an error
             mask.zero_()
 
+    def settle(self, token_id: int) -> int | None:
+        if self.matcher.is_error():
+            return None
+        if forced := self.forced():
+            return forced[0]
+        return token_id if self.matcher.validate_tokens([token_id]) == 1 else None
+
     def forced(self) -> list[int]:
         """Tokens that must come next: as far as the text is known, but no more than MAX_FORCED."""
         if self.num_passed == len(self.run):

@@ -82,6 +82,15 @@ class ReasoningConstraint:
             if self.may_open:
                 _allow(mask, self.tags.open_id)
 
+    def settle(self, token_id: int) -> int | None:
+        if self.pending:
+            return self.pending[0]
+        if self.grammar is None:
+            return token_id
+        if self.in_block:
+            return None if token_id in self.eos_ids else token_id
+        return None if self.may_open else self.grammar.settle(token_id)
+
     def forced(self) -> list[int]:
         if self.in_block or self.may_open:
             return []

@@ -34,6 +34,12 @@ class Constraint(Protocol):
         with an error.
         """
 
+    def settle(self, token_id: int) -> int | None:
+        """`token_id` where it may come next, or the one token that may, if that is known for less than a mask costs.
+
+        None: a mask has to tell. What it says must be what the mask would.
+        """
+
     def forced(self) -> Sequence[int]:
         """Tokens that come next whatever the target thinks, as far as that is known; they are drafted for nothing."""
 

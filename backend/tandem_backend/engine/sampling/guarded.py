@@ -43,6 +43,9 @@ class GuardedConstraint:
         if self.fault.error is not None:
             mask.zero_()
 
+    def settle(self, token_id: int) -> int | None:
+        return self._call(lambda: self.state.settle(token_id), None)
+
     def forced(self) -> Sequence[int]:
         return self._call(self.state.forced, ())
 

@@ -42,6 +42,10 @@ class RequestSampling:
         """Whether a row now chooses by the largest of its raw logits and nothing else is asked of it."""
         return num_output >= self.params.min_tokens and self.constraint is None and self.params.is_plain
 
+    def may_settle(self, num_output: int) -> bool:
+        """Whether a row now chooses by the largest of its raw logits that the constraint lets through, and no more."""
+        return num_output >= self.params.min_tokens and self.constraint is not None and self.params.is_plain
+
     @property
     def fault(self) -> Exception | None:
         """What the constraint raised; the request can't go on then."""

@@ -25,7 +25,7 @@ export class AnswerView {
     this.shares = element("ul", { className: "shares" });
     this.shares.setAttribute("aria-label", "Who proposed the tokens");
     this.note = element("p", { className: "note", hidden: true });
-    this.heading = element("h3", {}, title);
+    this.heading = element("h2", {}, title);
     this.element = element("article", { className: "answer" }, this.heading, this.text, this.note, this.figures, this.shares);
     this.#listen();
   }

@@ -45,7 +45,7 @@ export class TreePanel {
     const words = describe(answer, token, nodes);
     const close = element("button", { type: "button", className: "close", ariaLabel: "Close" }, "\u00d7");
     close.addEventListener("click", () => this.hide());
-    const parts = [element("header", {}, element("h4", {}, words.title), close), element("p", {}, ...words.sentence)];
+    const parts = [element("div", { className: "head" }, element("h2", {}, words.title), close), element("p", {}, ...words.sentence)];
     if (nodes?.length) parts.push(element("div", { className: "drawing" }, draw(answer, token, nodes)));
     this.panel.replaceChildren(...parts);
     this.panel.hidden = false;
