@@ -91,7 +91,7 @@ class Poster:
 @pytest.fixture(scope="module")
 def post() -> Iterator[Poster]:
     transport = AsyncFakeTransport()
-    with TestClient(create_app(Settings(), transport=transport)) as client:  # type: ignore[arg-type]
+    with TestClient(create_app(Settings(regenerate=False), transport=transport)) as client:  # type: ignore[arg-type]
         yield Poster(client, transport)
 
 

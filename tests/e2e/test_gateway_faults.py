@@ -34,7 +34,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @pytest.fixture(scope="module")
 def gateway(server: Any) -> Iterator[GatewayProcess]:
-    with running_gateway(server.grpc_url, "--body-timeout-s", "1") as process:
+    with running_gateway(server.grpc_url, "--body-timeout-s", "1", "--no-regenerate") as process:
         yield process
 
 
@@ -99,7 +99,7 @@ def test_odd_bodies(gateway: GatewayProcess, head: str, content: bytes, status: 
 
 
 def test_a_model_that_is_loaded_anew_is_used_again(small_server: TritonServer) -> None:
-    with running_gateway(small_server.grpc_url) as gateway:
+    with running_gateway(small_server.grpc_url, "--no-regenerate") as gateway:
         before = post(gateway, body())
         assert before[0] == 200
         small_server.api.unload("tandem")

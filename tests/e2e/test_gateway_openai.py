@@ -29,7 +29,7 @@ LONG: Any = {"max_completion_tokens": 2000, "extra_body": {"ignore_eos": True}}
 
 @pytest.fixture(scope="module")
 def gateway(server: Any) -> Iterator[GatewayProcess]:
-    with running_gateway(server.grpc_url) as process:
+    with running_gateway(server.grpc_url, "--no-regenerate") as process:
         yield process
 
 

@@ -40,7 +40,8 @@ class GatewayProcess:
 def running_gateway(grpc_url: str) -> Iterator[GatewayProcess]:
     """Start a gateway on a free port, and end it. Raises TandemError where it does not start."""
     run = "from tandem_client.cli import main; main()"
-    command = [sys.executable, "-c", run, "gateway", "--port", "0", "--backend-url", grpc_url]
+    # The same prompts come again and again: all answers are to be greedy.
+    command = [sys.executable, "-c", run, "gateway", "--port", "0", "--backend-url", grpc_url, "--no-regenerate"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     killer = threading.Timer(START_TIMEOUT_S, process.kill)
     killer.start()

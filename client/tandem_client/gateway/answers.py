@@ -48,6 +48,7 @@ def tandem_report(usage: Usage | None, reason: str, call: Call) -> dict[str, Any
     return {
         "finish_reason": reason,
         "sampling_mode": call.sampling_mode,
+        "sampling": dict(call.sampling_values),
         "seed": usage.seed,
         "num_rounds": usage.num_rounds,
         "acceptance_len": usage.acceptance_len,

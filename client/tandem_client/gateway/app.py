@@ -12,8 +12,10 @@ from tandem_client.gateway.access import Access
 from tandem_client.gateway.backend import CHANNEL_OPTIONS, Backend
 from tandem_client.gateway.calls import Calls, Hooks
 from tandem_client.gateway.doorway import Doorway
+from tandem_client.gateway.journaling import JournalMiddleware
 from tandem_client.gateway.metrics import Metrics
 from tandem_client.gateway.settings import Settings
+from tandem_client.gateway.stateful import StatefulHooks
 from tandem_client.transport import AioTransport
 
 
@@ -27,17 +29,23 @@ class Gateway:
         self.calls = Calls(self.backend, hooks, self.metrics.ended)
 
 
-def create_app(settings: Settings, hooks: Hooks | None = None, transport: AioTransport | None = None) -> FastAPI:
+def create_app(
+    settings: Settings, hooks: StatefulHooks | None = None, transport: AioTransport | None = None
+) -> FastAPI:
     """The gateway. It connects to the backend with the first request, and again whenever the backend comes back.
 
-    `transport` replaces gRPC, in tests. Starting it raises ValueError and OSError where the keys file can't be read.
+    `transport` replaces gRPC, in tests. Raises ValueError, and starting it OSError too, where a file that
+    settings name can't be used.
     """
+    hooks = hooks or StatefulHooks(settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         connection = transport or AioTransport(settings.backend_url, CHANNEL_OPTIONS)
-        app.state.gateway = Gateway(settings, hooks or Hooks(), connection)
+        app.state.gateway = Gateway(settings, hooks, connection)
+        hooks.watch(app.state.gateway.metrics)
         yield
+        await hooks.close()
         await app.state.gateway.backend.close()
 
     app = FastAPI(title="Tandem gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -47,6 +55,8 @@ def create_app(settings: Settings, hooks: Hooks | None = None, transport: AioTra
     if settings.page:
         app.include_router(live_page.router)
     app.add_middleware(Doorway)
+    if hooks.journal is not None:  # around the doorway: those that it refuses have a row too
+        app.add_middleware(JournalMiddleware, write=hooks.journal.write, keep_text=settings.journal_text)
     if settings.cors_origins:  # outermost: a browser asks beforehand, and without the key
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET", "POST"], allow_headers=["*"]

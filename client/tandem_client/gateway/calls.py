@@ -4,10 +4,12 @@
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 from tandem_client.aio import AsyncGeneration
 from tandem_client.gateway.backend import Backend
+from tandem_client.gateway.conversations import ConversationAnswer
 from tandem_client.gateway.errors import invalid_argument
 from tandem_client.payload import GenerateOptions
 from tandem_client.types import Chunk, Usage
@@ -28,7 +30,9 @@ class Call:
     request_id: str = field(default_factory=lambda: uuid4().hex)
     started_ns: int = field(default_factory=time.time_ns)
 
-    sampling_mode: str = "as_sent"  # or why the gateway changed it
+    sampling_mode: str = "as_sent"  # or "greedy", or why the gateway samples: "regenerate", "loop_escape"
+    sampling_values: Mapping[str, Any] = field(default_factory=dict)  # what the gateway samples with, its seed included
+    digests: tuple[bytes, ...] = ()  # of the conversation, one a message; () where there is none
     usages: dict[int, Usage] = field(default_factory=dict)  # by choice, of those that ended
     finish_reasons: dict[int, str] = field(default_factory=dict)  # by choice
     num_reasoning_tokens: int = 0  # of rounds that gave reasoning alone
@@ -53,7 +57,7 @@ class Hooks:
     async def prepare(self, call: Call) -> None:
         """Before it is sent: the sampling decision may change `call.options` and `call.sampling_mode`."""
 
-    def generation(self, call: Call, backend: Backend) -> AsyncGeneration | None:
+    def generation(self, call: Call, backend: Backend) -> AsyncGeneration | ConversationAnswer | None:
         """The backend request in a sequence that is chosen here; None: in one of its own."""
         return None
 
@@ -62,6 +66,9 @@ class Hooks:
 
     def ended(self, call: Call) -> None:
         """Exactly once for each call that was prepared, however it ended."""
+
+    async def close(self) -> None:
+        """The gateway stops; the backend can still be asked."""
 
 
 class Calls:
@@ -72,7 +79,7 @@ class Calls:
 
     async def chunks(self, call: Call) -> AsyncGenerator[Chunk, None]:
         """The chunks of `call`. Closing it cancels the backend request. Raises TandemClientError and ApiError."""
-        generation: AsyncGeneration | None = None
+        generation: AsyncGeneration | ConversationAnswer | None = None
         try:
             await self._hooks.prepare(call)
             generation = self._hooks.generation(call, self._backend)

@@ -45,6 +45,7 @@ def gateway(aliases: tuple[str, ...], **given: Any) -> None:
     """
     from tandem_client.gateway.access import Access
     from tandem_client.gateway.serve import serve
+    from tandem_client.gateway.stateful import StatefulHooks
 
     values = {name: value for name, value in given.items() if value not in (None, ())}
     if aliases:
@@ -59,7 +60,11 @@ def gateway(aliases: tuple[str, ...], **given: Any) -> None:
         Access(settings)  # better known before anything runs
     except (OSError, ValueError) as error:
         raise click.ClickException(f"keys_file: {error}") from error
-    serve(settings)
+    try:
+        hooks = StatefulHooks(settings)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    serve(settings, hooks)
 
 
 def _alias(text: str) -> tuple[str, str]:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gateway's own metrics, for Prometheus. The engine's are at Triton server's /metrics."""
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tandem_client.gateway.calls import Call
@@ -27,6 +29,10 @@ class Metrics:
         self._whole = Histogram(
             f"{prefix}request_seconds", "Of backend requests.", ["endpoint"], buckets=_SECONDS, registry=registry
         )
+
+    def watch(self, name: str, description: str, value: Callable[[], float]) -> None:
+        """A gauge whose value is asked for when it is read."""
+        Gauge(f"tandem_gateway_{name}", description, registry=self.registry).set_function(value)
 
     def began(self) -> None:
         self._running.inc()

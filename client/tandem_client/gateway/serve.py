@@ -8,13 +8,14 @@ import uvicorn
 
 from tandem_client.gateway.app import create_app
 from tandem_client.gateway.settings import Settings
+from tandem_client.gateway.stateful import StatefulHooks
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, hooks: StatefulHooks) -> None:
     """Serve until SIGTERM or SIGINT, whose end counts as a success."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again once it has drained
     uvicorn.run(
-        create_app(settings),
+        create_app(settings, hooks),
         host=settings.host,
         port=settings.port,
         timeout_graceful_shutdown=max(int(settings.drain_s), 1),
