@@ -256,3 +256,15 @@ def test_a_journal_that_cannot_be_used_ends_the_command(tmp_path: Path) -> None:
         result = CliRunner().invoke(main, ["gateway", option, str(file)])
         assert result.exit_code == 1
         assert message in result.output
+
+
+def test_sampling_is_given_as_json_on_the_command_line_and_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = '{"temperature": 0.9, "top_k": 40}'
+    assert str(Settings(regenerate_sampling=given).regenerate_sampling) == given  # type: ignore[arg-type]
+    monkeypatch.setenv("TANDEM_GATEWAY_REGENERATE_SAMPLING", given)
+    assert Settings().regenerate_sampling.values() == {"temperature": 0.9, "top_k": 40}
+    monkeypatch.delenv("TANDEM_GATEWAY_REGENERATE_SAMPLING")
+    for wrong in ("{", '{"temperature": 0}', '{"top_x": 1}', "[]"):
+        result = CliRunner().invoke(main, ["gateway", "--regenerate-sampling", wrong])
+        assert result.exit_code == 2
+        assert "regenerate_sampling" in result.output

@@ -27,6 +27,10 @@ class SamplingSettings(BaseModel):
         """The parameters by name, as they are sent and reported."""
         return self.model_dump(exclude_none=True)
 
+    def __str__(self) -> str:
+        """As JSON: how it is given on the command line, and shown there."""
+        return json.dumps(self.values())
+
 
 def read_generation_config(path: Path | None) -> SamplingSettings:
     """The sampling that a checkpoint's generation_config.json recommends; what it leaves out, as transformers has it.
