@@ -145,8 +145,14 @@ class GatewayBench:
         options = {"stream_options": {"include_usage": True}, "max_tokens": self._max_tokens, "ignore_eos": True}
         body = json.dumps({"model": "tandem", "stream": True, **options, **asked, **tools}).encode()
         reader, writer = await asyncio.open_connection(self._gateway.host, self._gateway.port)
-        head = f"POST /v1/{path} HTTP/1.1\r\nHost: gateway\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        writer.write(head.encode() + body)
+        headers = {
+            "Host": "gateway",
+            "Content-Length": len(body),
+            "Connection": "close",
+            "X-Tandem-Regenerate": 0,  # prompts come again, and each time for the same answer
+        }
+        head = [f"POST /v1/{path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+        writer.write("\r\n".join(head).encode() + body)
         status = await reader.readline()
         if b" 200 " not in status:
             raise TandemError(f"gateway: {status.decode()} {(await reader.read()).decode()[-500:]}")
