@@ -243,6 +243,31 @@ def test_a_replica_that_drains_ends_its_streams_and_gets_nothing_new(
     thread.join()
 
 
+def writes_to_disk(replica: TritonServer) -> bool:
+    """Whether it owns the disk cache that the replicas share: it alone holds the lock's file open."""
+    return any(Path(file.path).name == "lock" for file in stub(replica).open_files())
+
+
+@pytest.mark.slow
+def test_a_stopped_replica_s_conversations_come_back_from_the_shared_disk(
+    client: TandemClient, envoy: Envoy, replicas: list[TritonServer]
+) -> None:
+    wait_until(lambda: any(map(writes_to_disk, replicas)))  # the owner before may have gone
+    stops, other = sorted(replicas, key=writes_to_disk, reverse=True)
+    assert [writes_to_disk(stops), writes_to_disk(other)] == [True, False]
+    turns = ("Write a class that counts words. " * 8, "And lines?", "How would you test it?")
+    with TandemClient(stops.grpc_url) as direct, direct.session() as undisturbed:
+        expected = [say(undisturbed, text) for text in turns]
+    session = session_at(client, envoy, replicas, stops)
+    assert [say(session, text) for text in turns[:2]] == expected[:2]
+    stops.stop()
+    wait_until(lambda: writes_to_disk(other))
+    answer = session.complete(messages=[{"role": "user", "content": turns[2]}], max_tokens=12)
+    assert answer.text == expected[2]
+    assert answer.usage.num_cached_tokens > answer.usage.num_input_tokens // 2
+    session.close()
+
+
 @pytest.fixture
 def hasty_envoy(client: TandemClient, replicas: list[TritonServer], tmp_path: Path) -> Iterator[Envoy]:
     """Another proxy, which waits no five minutes for a silent replica."""

@@ -193,6 +193,17 @@ def test_sessions_and_running_requests_are_flushed(hybrid: Path, folder: Path, p
     assert num_cached(ask(driver, running)) == len(running) - 1
 
 
+def test_a_drained_engine_lets_another_have_its_prefixes(hybrid: Path, folder: Path, plain: Plain) -> None:
+    drained = launch(hybrid, folder)
+    ask(drained, LONG)
+    drained.engine.flush(10)
+    result = ask(launch(hybrid, folder), LONG)
+    assert num_cached(result) == len(LONG) - 1
+    assert num_different(result, plain.run(LONG, PARAMS)) == 0
+    assert num_different(ask(drained, LONG), plain.run(LONG, PARAMS)) == 0  # it goes on, should it have to
+    drained.engine.close()
+
+
 def test_a_model_without_recurrent_layers_resumes_as_well(small_draft_model: Path, folder: Path) -> None:
     fill(small_draft_model, folder, drafters=())
     driver = launch(small_draft_model, folder, drafters=())

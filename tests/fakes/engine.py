@@ -43,10 +43,15 @@ class ScriptedEngine:
         self.sessions: set[SequenceId] = set()
         self.num_sweeps = 0
         self.is_closed = False
+        self.num_flushes = 0
         self.num_rounds = 0
         self._left: dict[str, list[StepOutput | Exception]] = {}
         self._cancelled: set[str] = set()
         self.health = Health(max_failed_rounds=3)
+
+    def flush(self, timeout_s: float) -> None:
+        assert not self.has_work()
+        self.num_flushes += 1
 
     def close(self, timeout_s: float) -> None:
         self.is_closed = True

@@ -307,3 +307,5 @@ def test_draining_lets_requests_end_and_answers_the_rest() -> None:
         assert (error.code(), endless.num_finals) == ("UNAVAILABLE", 1)
         assert "exit timeout" in error.message()
         wait_until(lambda: not harness.engine.has_work())
+        wait_until(lambda: harness.engine.num_flushes == 1)
+        assert not harness.engine.is_closed

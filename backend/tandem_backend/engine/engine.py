@@ -143,6 +143,10 @@ class Engine:
     def close(self, timeout_s: float = math.inf) -> None:
         """Write what stores on disk wait for and all cached prefixes, the latter for so long; it is not used after."""
         self.stored_texts.close()
+        self.flush(timeout_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """End all sessions and write all cached prefixes to disk, for so long; another process may have that then."""
         if self.spill is not None:
             try:
                 self._flush(self.spill, timeout_s)

@@ -27,6 +27,7 @@ REPORT_INTERVAL_S = 1.0
 END_REPORT_DELAY_S = 0.1
 # After a failed round, so that an engine that fails every time does not fill the log.
 FAILURE_PAUSE_S = 0.1
+FLUSH_S = 10.0  # for writing the disk cache once all has drained
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class EngineLoop:
         self._live: dict[str, Responder] = {}
         self._refusal: str | None = None  # why requests are refused, closing sequences included
         self._draining = False
+        self._is_flushed = False  # engine thread only
         self._stopping = threading.Event()
         self._in_engine: set[str] = set()  # engine thread only
         self._cancelling: set[str] = set()  # sender thread only
@@ -97,8 +99,12 @@ class EngineLoop:
         self._commands.put(partial(self._engine.end_sequence, sequence_id))
 
     def drain(self, timeout_s: float) -> None:
-        """Refuse new requests from now on; what still runs after `timeout_s` is answered with UNAVAILABLE."""
+        """Refuse new requests from now on; what still runs after `timeout_s` is answered with UNAVAILABLE.
+
+        Then the engine writes to disk: Triton server does not come to stop() while a sequence or a stream is open.
+        """
         self._draining = True
+        self._commands.put(lambda: None)  # wakes the engine thread
         timer = threading.Timer(timeout_s, self._outbox.call, [self._end_all])
         timer.daemon = True
         timer.start()
@@ -134,6 +140,9 @@ class EngineLoop:
                 self._take_commands(self._idle_s())
                 if self._engine.has_work():
                     self._emit(self._engine.step())
+                elif self._draining and not self._is_flushed:
+                    self._is_flushed = True
+                    self._engine.flush(FLUSH_S)
                 if self._report is not None and time.monotonic() >= self._next_report_s:
                     statistics = {**self._engine.statistics(), "heartbeat_timestamp_seconds": time.time()}
                     self._outbox.call(partial(self._report, statistics, self._engine.counters()))
