@@ -3,6 +3,7 @@
 
 import http.client
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,6 +127,29 @@ def test_a_cancelled_turn_leaves_its_session_to_go_on(server: Any) -> None:
         leaving.send(sequence=("leaving", "S"), stream=True, **LONG)
         next(leaving.responses())
     assert ask(server, text_input="x", max_tokens=2, sequence=("leaving", "E")).num_output_tokens == 2
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(server: Any) -> None:
+    """Not the engine, not the front, not another stream: what it does not read waits outside of them."""
+    expected = ask(server, **OTHER)
+    host, port = server.http_url.split(":")
+    body = {"text_input": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True, "return_logprobs": True}
+    content = json.dumps(body)
+    readers = []
+    for _ in range(4):
+        reader = socket.socket()
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        reader.connect((host, int(port)))
+        path = "/v2/models/tandem_generate/generate_stream"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        reader.sendall((head + content).encode())
+        readers.append(reader)
+    wait_until(lambda: metrics(server)["tandem_num_active"] == 4)
+    assert ask(server, **OTHER) == expected
+    wait_until(lambda: metrics(server)["tandem_num_active"] == 0)  # generated to the end, into buffers
+    for reader in readers:
+        reader.close()
+    assert ask(server, **OTHER) == expected
 
 
 def test_http_clients_that_hang_up_free_their_places(server: Any) -> None:

@@ -4,6 +4,7 @@
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +165,24 @@ def test_shutdown_drains_then_answers_the_rest(tmp_path: Path) -> None:
     assert server.process.returncode == 0
     _, alive = psutil.wait_procs(stubs, timeout=5)
     assert alive == []
+    assert regions(server) == []
+
+
+@pytest.mark.slow
+def test_an_idle_stream_costs_a_shutdown_no_state(tmp_path: Path) -> None:
+    """Triton server waits for the client to close it, and then ends without unloading a model."""
+    repository = tmp_path / "models"
+    shutil.copytree(MODEL_REPOSITORY, repository, copy_function=os.symlink)
+    config = repository / "tandem" / "config.pbtxt"
+    text = config.read_text()
+    config.unlink()
+    config.write_text(text + f'parameters {{ key: "disk_cache" value {{ string_value: "{tmp_path / "disk"}" }} }}\n')
+    server = TritonServer(repository, log_path=tmp_path / "server.log", exit_timeout_s=1)
+    with server, GrpcStream(server.grpc_url) as idle:
+        idle.send(text_input=PROMPT, max_tokens=2, stream=True)
+        assert list(idle.responses())
+        server.stop()
+    assert [*(tmp_path / "disk").rglob("*.safetensors")]
     assert regions(server) == []
 
 
