@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Captured passes: a CUDA graph per bucket of rows and context class, made at load and replayed in every round."""
 
+import gc
 import logging
 import statistics
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +51,18 @@ class Recorder(Protocol):
         """Device memory taken since the recorder was made, by recording alone."""
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection: a graph of an engine that is gone, freed in a capture, makes that capture fail."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class CudaRecorder:
     """CUDA graphs that share one memory pool: what a graph leaves there is void once another has been replayed."""
 
@@ -66,11 +80,12 @@ class CudaRecorder:
         with torch.cuda.stream(self._stream):
             run()  # compiles the kernels
             self._stream.synchronize()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
+            with _no_collection():
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                finally:
+                    graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(self._stream)
         self._recorded.append(run)
         return graph.replay
