@@ -19,6 +19,7 @@ class TreePlan:
     firsts: Tensor  # [rows] int32, first of the neighbouring rows that share the row's sequence
     paths: Tensor  # [rows, longest] int32, root first and the row itself last; written where the root is -1
     leaves: Tensor  # [1 + rows] int32, how many rows end a path of a pre-order pass, then which
+    siblings: Tensor  # [rows] int32, of one of `leaves` the next that has its parent, else rows; ~that unless the first
     runs: Tensor  # [1 + rows] int32, how many rows differ in sequence from the row before, then which
 
 

@@ -24,17 +24,23 @@ if TYPE_CHECKING:
     from tandem_kernels.layers import DeltaLayer
 
 COLUMNS = 64 if IS_INTERPRETED else 16  # of a state in one program; few programs where each is slow
-PATHS = 4  # walked at the same time by different programs; one program takes every PATHS-th
+PATHS = 16  # walked at the same time by different programs; one program takes every PATHS-th
+
+
+@triton.jit
+def _read(state, q, k, v, decay, strength):
+    """state: [keys, columns] before the row. Returns what the row adds along k, and its output."""
+    stored = tl.sum(state * k[:, None], 0)
+    read = tl.sum(state * q[:, None], 0)
+    delta = (v - decay * stored) * strength
+    return delta, tl.fma(read, decay + tl.zeros_like(read), tl.sum(k * q) * delta)
 
 
 @triton.jit
 def _step(state, q, k, v, decay, strength):
-    """state: [keys, columns] before the row. Returns the state after it and the row's output."""
+    """Returns the state after the row and the row's output."""
+    delta, out = _read(state, q, k, v, decay, strength)
     keys = tl.broadcast_to(k[:, None], state.shape)
-    stored = tl.sum(state * keys, 0)
-    read = tl.sum(state * q[:, None], 0)
-    delta = (v - decay * stored) * strength
-    out = tl.fma(read, decay + tl.zeros_like(read), tl.sum(k * q) * delta)
     return tl.fma(keys, tl.broadcast_to(delta[None, :], state.shape), state * decay), out
 
 
@@ -78,6 +84,7 @@ def _walk(
     path,
     root,
     length,
+    steps,
     width: tl.constexpr,
     head,
     value_heads: tl.constexpr,
@@ -88,20 +95,26 @@ def _walk(
     columns,
     IS_COMMIT: tl.constexpr,
 ):
-    """Steps along the rows of one path. The next row's operands are on their way while a row is worked on."""
+    """Steps along a path of `length` rows. The next two rows' operands are on their way while a row is worked on.
+
+    Returns the state after `steps` rows, and the next row's operands if there is one.
+    """
     row = _row(path, root, 0, IS_COMMIT)
     q, k, v, decay, strength = _operands(qkv, row, width, head, value_heads, key_heads, dk, dv, keys, columns)
-    for t in range(length):
-        next_row = _row(path, root, min(t + 1, length - 1), IS_COMMIT)
-        nq, nk, nv, nd, ns = _operands(qkv, next_row, width, head, value_heads, key_heads, dk, dv, keys, columns)
+    row1 = _row(path, root, min(1, length - 1), IS_COMMIT)
+    q1, k1, v1, d1, s1 = _operands(qkv, row1, width, head, value_heads, key_heads, dk, dv, keys, columns)
+    for t in range(steps):
+        row2 = _row(path, root, min(t + 2, length - 1), IS_COMMIT)
+        q2, k2, v2, d2, s2 = _operands(qkv, row2, width, head, value_heads, key_heads, dk, dv, keys, columns)
         state, o = _step(state, q, k, v, decay, strength)
         if not IS_COMMIT:
             tl.store(out + row * value_heads * dv + head * dv + columns, o, mask=columns < dv)
-        row, q, k, v, decay, strength = next_row, nq, nk, nv, nd, ns
-    return state
+        row, q, k, v, decay, strength = row1, q1, k1, v1, d1, s1
+        row1, q1, k1, v1, d1, s1 = row2, q2, k2, v2, d2, s2
+    return state, q, k, v, decay, strength
 
 
-@triton.jit(do_not_specialize=["longest"])
+@triton.jit(do_not_specialize=["num_rows", "longest"])
 def gated_delta_kernel(
     qkv,
     state,
@@ -110,11 +123,13 @@ def gated_delta_kernel(
     roots,
     paths,
     leaves,
+    siblings,
     out,
     slot_stride,
     head_stride,
     key_stride,
     column_stride,
+    num_rows,
     longest,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
@@ -124,6 +139,10 @@ def gated_delta_kernel(
     COLUMNS: tl.constexpr,
     PATHS: tl.constexpr,
 ):
+    """Columns of a head: from the state that a slot keeps along the path above a leaf, then its leaf siblings' outputs.
+
+    Rows above are written by each path that they are on, with the same bits.
+    """
     head = tl.program_id(1)
     keys = tl.arange(0, KEYS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -132,11 +151,25 @@ def gated_delta_kernel(
     width: tl.constexpr = 2 * key_heads * dk + value_heads * dv + 2 * value_heads
     for leaf in range(tl.program_id(2), tl.load(leaves), PATHS):
         row = tl.load(leaves + 1 + leaf)
-        slot = tl.load(row_slots + row).to(tl.int64)
-        matrix = tl.load(state + slot * slot_stride + place, mask=inside, other=0.0)
-        path = paths + row.to(tl.int64) * longest
-        root, length = tl.load(roots + row), tl.load(depths + row) + 1
-        _walk(qkv, matrix, out, path, root, length, width, head, value_heads, key_heads, dk, dv, keys, columns, False)
+        sibling, slot = tl.load(siblings + row), tl.load(row_slots + row).to(tl.int64)
+        root, depth = tl.load(roots + row), tl.load(depths + row)
+        if sibling >= 0:
+            matrix = tl.load(state + slot * slot_stride + place, mask=inside, other=0.0)
+            path = paths + row.to(tl.int64) * longest
+            matrix, q, k, v, decay, strength = _walk(
+                qkv, matrix, out, path, root, depth + 1, depth, width, head, value_heads, key_heads, dk, dv, keys,
+                columns, False,
+            )  # fmt: skip
+            while row < num_rows:
+                _, o = _read(matrix, q, k, v, decay, strength)
+                target = out + row.to(tl.int64) * value_heads * dv + head * dv
+                tl.store(target + columns, o, mask=columns < dv)
+                row = sibling
+                if row < num_rows:
+                    q, k, v, decay, strength = _operands(
+                        qkv, row.to(tl.int64), width, head, value_heads, key_heads, dk, dv, keys, columns
+                    )
+                    sibling = -1 - tl.load(siblings + row)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -174,8 +207,23 @@ def commit_delta_kernel(
         rows = qkv + layer * qkv_layer_stride
         matrix = tl.load(target, mask=inside, other=0.0)
         path = path_rows + first
-        matrix = _walk(
-            rows, matrix, rows, path, -1, length, width, head, value_heads, key_heads, dk, dv, keys, columns, True
+        matrix, _, _, _, _, _ = _walk(
+            rows,
+            matrix,
+            rows,
+            path,
+            -1,
+            length,
+            length,
+            width,
+            head,
+            value_heads,
+            key_heads,
+            dk,
+            dv,
+            keys,
+            columns,
+            True,
         )
         tl.store(target, matrix, mask=inside)
 
@@ -184,8 +232,8 @@ def walk(qkv: Tensor, state: Tensor, row_slots: Tensor, key_heads: int, trees: T
     """Outputs [rows, value_heads * dv] float32 of prepared rows; state [slots, value_heads, dk, dv], any strides."""
     rows, (_, value_heads, dk, dv) = qkv.shape[0], state.shape
     out = torch.empty(rows, value_heads * dv, dtype=torch.float32, device=qkv.device)
-    plan = (trees.depths, trees.roots, trees.paths, trees.leaves)
-    sizes = (trees.paths.shape[1], key_heads, value_heads, dk, dv)
+    plan = (trees.depths, trees.roots, trees.paths, trees.leaves, trees.siblings)
+    sizes = (rows, trees.paths.shape[1], key_heads, value_heads, dk, dv)
     args = (qkv, state, row_slots, *plan, out, *state.stride(), *sizes)
     paths = min(rows, PATHS)
     grid = (triton.cdiv(dv, COLUMNS), value_heads, paths)

@@ -14,8 +14,9 @@ def rms_norm_kernel(x, weight, eps, out, x_stride, out_stride, dim, DIM: tl.cons
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, DIM)
     values = tl.load(x + row * x_stride + n, mask=n < dim, other=0.0).to(tl.float32)
+    weights = tl.load(weight + n, mask=n < dim, other=0.0)  # on their way while the squares are summed
     scale = 1.0 / tl.sqrt_rn(tl.sum(values * values) / dim + eps)
-    values = values * scale * tl.load(weight + n, mask=n < dim, other=0.0)
+    values = values * scale * weights
     tl.store(out + row * out_stride + n, cast(values, out.dtype.element_ty), mask=n < dim)
 
 

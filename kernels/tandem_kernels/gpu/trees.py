@@ -63,8 +63,37 @@ def _first_of_sequence(row_seqs, row, BLOCK: tl.constexpr):
     return before + 1
 
 
+@triton.jit
+def _siblings(parents, row, num_rows, BLOCK: tl.constexpr):
+    """What TreePlan.siblings says of a leaf."""
+    parent = tl.load(parents + row)
+    following = num_rows + 0
+    is_first = 1
+    if parent >= 0:
+        for start in range(parent + 1, num_rows, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            is_child = tl.load(parents + rows, mask=rows < num_rows, other=-2) == parent
+            is_leaf = is_child & (tl.load(parents + rows + 1, mask=rows + 1 < num_rows, other=-2) != rows)
+            following = tl.minimum(following, tl.min(tl.where(is_leaf & (rows > row), rows, num_rows)))
+            is_first = tl.minimum(is_first, tl.min(tl.where(is_leaf & (rows < row), 0, 1)))
+    return tl.where(is_first == 1, following, -1 - following)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
-def plan_kernel(parents, row_seqs, depths, roots, firsts, paths, leaves, runs, num_rows, longest, BLOCK: tl.constexpr):
+def plan_kernel(
+    parents,
+    row_seqs,
+    depths,
+    roots,
+    firsts,
+    paths,
+    leaves,
+    siblings,
+    runs,
+    num_rows,
+    longest,
+    BLOCK: tl.constexpr,
+):
     """A program a row, and one for the lists of leaves and runs."""
     row = tl.program_id(0)
     if row == num_rows:
@@ -80,6 +109,8 @@ def plan_kernel(parents, row_seqs, depths, roots, firsts, paths, leaves, runs, n
             depth += parent - begin + 1
             parent = tl.load(parents + begin)
         tl.store(depths + row, tl.where(tl.load(parents + row) == -2, -1, depth))
+        if tl.load(parents + row + 1, mask=row + 1 < num_rows, other=-2) != row:
+            tl.store(siblings + row, _siblings(parents, row, num_rows, BLOCK))
         # The same walk again, writing each chain of rows to its depths.
         parent = tl.load(parents + start)
         if parent >= 0:
@@ -98,9 +129,10 @@ def plan_kernel(parents, row_seqs, depths, roots, firsts, paths, leaves, runs, n
 def plan_trees(parents: Tensor, row_seqs: Tensor) -> TreePlan:
     rows, device = len(parents), parents.device
     longest = min(rows, MAX_DEPTH)
-    sizes = [rows, rows, rows, rows * longest, rows + 1, rows + 1]
-    depths, roots, firsts, paths, leaves, runs = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    plan = TreePlan(depths, roots, firsts, paths.view(rows, longest), leaves, runs)
-    args = (parents, row_seqs, depths, roots, firsts, paths, leaves, runs, rows, longest)
+    sizes = [rows, rows, rows, rows * longest, rows + 1, rows, rows + 1]
+    parts = torch.empty(sum(sizes), dtype=torch.int32, device=device).split(sizes)
+    depths, roots, firsts, paths, leaves, siblings, runs = parts
+    plan = TreePlan(depths, roots, firsts, paths.view(rows, longest), leaves, siblings, runs)
+    args = (parents, row_seqs, *parts, rows, longest)
     launch(plan_kernel, (rows + 1,), *args, BLOCK=128, num_warps=1)
     return plan

@@ -172,10 +172,17 @@ def delta_jobs(hidden: int, key_heads: int, value_heads: int, x: Tensor, parents
 
 
 def key_sums(ttgir: str) -> list[str]:
-    """The register layouts of what is summed over two dimensions' first: the order of the sum follows from it."""
+    """How the delta rule's sums over keys lie in registers, by the dimensions of what is summed: their order follows.
+
+    Of two dimensions the first counts: keys a thread holds side by side, lanes and warps that share them.
+    """
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", ttgir, re.M))
-    names = re.findall(r'"tt.reduce"\([^)]*\).*?\) : \(tensor<\d+x\d+xf32, (#\w+)>\)', ttgir, re.S)
-    return sorted({layouts.get(name, name) for name in names})
+    summed = re.findall(r'"tt.reduce"\([^)]*\).*?\) : \(tensor<(\d+x)(\d+x)?f32, (#\w+)>\)', ttgir, re.S)
+    found = set()
+    for _, columns, name in summed:
+        sizes = re.findall(r"(\w+) = \[(\d+)", layouts.get(name, name))
+        found.add(f"{2 if columns else 1}: {sizes}")
+    return sorted(found)
 
 
 def report(name: str, kernel: Any) -> dict[str, Any]:

@@ -108,6 +108,11 @@ def test_a_plan_says_how_rows_descend(device: torch.device) -> None:
             assert plan.paths[row, : len(path)].tolist() == path
     leaves = sorted(set(range(len(batch.paths))) - set(batch.parents.tolist()))
     assert plan.leaves[: 1 + len(leaves)].tolist() == [len(leaves), *leaves]
+    for leaf in leaves:
+        parent = int(batch.parents[leaf])
+        group = [other for other in leaves if other == leaf or (parent >= 0 and int(batch.parents[other]) == parent)]
+        following = next((other for other in group if other > leaf), len(batch.paths))
+        assert int(plan.siblings[leaf]) == (following if leaf == group[0] else -1 - following)
     assert plan.runs[: len(starts)].tolist() == [len(starts) - 1, *starts[:-1]]
 
 
