@@ -20,7 +20,7 @@ def decoder(tmp_path: Path) -> Decoder:
 
 
 def allowed_rows(decoder: Decoder) -> set[frozenset[int]]:
-    return {frozenset(weight.library_rows) for weight in decoder.packed_weights()}
+    return {frozenset(weight.library_rows) for weight in decoder.residual_weights()}
 
 
 def test_what_gives_the_same_bits_is_allowed(decoder: Decoder) -> None:
@@ -39,7 +39,7 @@ def test_a_shape_with_other_bits_is_left_out(decoder: Decoder, monkeypatch: pyte
 
     monkeypatch.setattr(library_linear.kernels, "linear", inexact)
     assert allow_library(decoder, allocate_state(decoder.config, 1, 1), 128) == {128}
-    for weight in decoder.packed_weights():
+    for weight in decoder.residual_weights():
         is_of_the_shape = (weight.num_outputs, weight.num_inputs) == (shape.num_outputs, shape.num_inputs)
         assert weight.library_rows == (set() if is_of_the_shape else {128})
 

@@ -21,8 +21,10 @@ logger = logging.getLogger(__name__)
 def allow_library(model: Decoder, state: ModelState, max_rows: int) -> set[int]:
     """Try passes of 128, 256 ... max_rows rows; returns the row counts at which the library takes some layers over.
 
-    A layer qualifies by its shape: random rows must have the bits of our kernel. Then a whole pass of so many rows
-    must, or none qualifies at that count. To be called before passes are captured, on a state that nobody uses yet.
+    Asked are the layers that add to the residual stream, which the library does too; what ends otherwise would need a
+    kernel of its own after it. A layer qualifies by its shape: random rows must have the bits of our kernel. Then a
+    whole pass of so many rows must, or none qualifies at that count. To be called before passes are captured, on a
+    state that nobody uses yet.
     """
     counts = {max_rows, *(2**n for n in range(7, 14) if 2**n < max_rows)}
     most = model.config.max_position
@@ -31,7 +33,7 @@ def allow_library(model: Decoder, state: ModelState, max_rows: int) -> set[int]:
 
 def _allow(model: Decoder, state: ModelState, rows: int) -> bool:
     by_shape: dict[tuple[int, int], list[PackedWeight]] = defaultdict(list)
-    for weight in model.packed_weights():
+    for weight in model.residual_weights():
         by_shape[weight.num_outputs, weight.num_inputs].append(weight)
     exact = _pass(model, state, rows)
     equal = [weights for weights in by_shape.values() if _same_bits(weights[0], rows, model.device)]
@@ -48,12 +50,13 @@ def _allow(model: Decoder, state: ModelState, rows: int) -> bool:
 
 
 def _same_bits(weight: PackedWeight, rows: int, device: torch.device) -> bool:
-    x = torch.randn(rows, weight.num_inputs, generator=torch.Generator().manual_seed(0))
-    x = x.to(device, kernels.row_dtype(device))
-    exact = kernels.linear(x, weight)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, weight.num_inputs, generator=generator).to(device, kernels.row_dtype(device))
+    residual = torch.randn(rows, weight.num_outputs, generator=generator).to(device)
+    exact = kernels.linear(x, weight, residual)
     weight.library_rows.add(rows)
     try:
-        return torch.equal(kernels.linear(x, weight), exact)
+        return torch.equal(kernels.linear(x, weight, residual), exact)
     finally:
         weight.library_rows.discard(rows)
 

@@ -141,6 +141,10 @@ class Decoder:
         """Of all linear layers, the head last."""
         return [*(w for layer in self.layers for w in (*layer.mixer.weights(), *layer.mlp.weights())), self.head]
 
+    def residual_weights(self) -> list[PackedWeight]:
+        """Of the linear layers whose results are added to the residual stream: the last of each block."""
+        return [block.weights()[-1] for layer in self.layers for block in (layer.mixer, layer.mlp)]
+
     def num_weight_bytes(self) -> int:
         """Bytes of weights that a pass over one row reads."""
         return sum(weight.num_bytes for weight in self.packed_weights())

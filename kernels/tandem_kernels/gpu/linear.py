@@ -15,7 +15,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.device import IS_INTERPRETED
 from tandem_kernels.gpu.language import ACCUMULATOR, cast, contiguous_rows, dot, launch, next_power_of_2, silu
-from tandem_kernels.gpu.rowwise import gate_mul
 from tandem_kernels.packed_weight import PackedWeight
 
 PLAIN, RESIDUAL, GATED = (tl.constexpr(i) for i in range(3))  # what happens to the finished sum
@@ -173,22 +172,11 @@ def linear(
     x = contiguous_rows(x.to(torch.bfloat16))
     if out is None:
         out = torch.empty(rows, num_outputs, dtype=dtype, device=x.device)
-    if rows in weight.library_rows:
-        return library_linear(x, weight.data, residual, out, is_gated=is_gated)
+    if residual is not None and rows in weight.library_rows:
+        return torch.addmm(residual, x, weight.data.T, out_dtype=torch.float32, out=out)
     tiles = choose_tiles(rows, num_outputs, num_inputs, is_gated=is_gated)
     run_linear(x, weight.data, residual, out, tiles, is_gated=is_gated)
     return out
-
-
-def library_linear(x: Tensor, weight: Tensor, residual: Tensor | None, out: Tensor, *, is_gated: bool) -> Tensor:
-    """cuBLAS with float32 sums, then what our kernel does with a finished sum."""
-    sums = torch.mm(x, weight.T, out_dtype=torch.float32)
-    if is_gated:
-        gate, up = sums.chunk(2, dim=1)
-        return out.copy_(gate_mul(up, gate, silu=True))
-    if residual is not None:
-        return torch.add(sums, residual, out=out)
-    return out.copy_(sums)
 
 
 def run_linear(
