@@ -140,7 +140,7 @@ class EngineConfig(BaseModel):
         default="exact",
         description="CUDA: linear layers of prompt passes; cublas: by cuBLAS, where it is shown to give our bits",
     )
-    draft_graphs: bool = Field(default=False, description="CUDA: capture the passes of the mtp drafter as graphs too")
+    draft_graphs: bool = Field(default=True, description="CUDA: capture the passes of the mtp drafter as graphs too")
     self_test_rows: int = Field(default=96, ge=0, le=4096, description="rows of the exactness self-test; 0: skip it")
 
 

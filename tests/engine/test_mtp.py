@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tandem_kernels as kernels
 import torch
 from engine_driver import DEVICE, VOCAB_SIZE, EngineDriver, engine_config
 from fakes.replay import Rerun
@@ -204,11 +205,12 @@ def test_a_round_that_keeps_no_row_leaves_the_drafts_as_they_are(hybrid: Path) -
     proposals = []
     for has_empty_rows in (False, True):
         compared = drafter(hybrid, 1, 1)
-        mtp, hidden_size = compared.inner, compared.reference.head.decoder.config.hidden_size
+        mtp, decoder = compared.inner, compared.reference.head.decoder
+        row = torch.ones(decoder.config.hidden_size, dtype=kernels.row_dtype(decoder.device), device=decoder.device)
         contexts = []
         for key, token_ids in enumerate(tokens):
             mtp.begin(key)
-            hidden = torch.full((len(token_ids) - 1, hidden_size), 0.1 * (key + 1))
+            hidden = (0.1 * (key + 1) * row).repeat(len(token_ids) - 1, 1)
             mtp.observe([CommittedRows(key, 0, hidden, token_ids[1:], [key])])
             if has_empty_rows:
                 mtp.observe([CommittedRows(key, len(token_ids) - 1, hidden[:0], [], [key])])
