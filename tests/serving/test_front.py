@@ -265,3 +265,24 @@ def test_the_front_loads_no_engine() -> None:
     tests = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", program], cwd=tests, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_an_ended_requests_sender_is_let_go(serve: Callable[..., Inner]) -> None:
+    """Triton server keeps a model loaded for as long as its stub has a response sender."""
+    may_end = threading.Event()
+
+    def answer(_: InferenceRequest) -> Iterator[InferenceResponse]:
+        may_end.wait(5)
+        yield text("a")
+
+    request = InferenceRequest.of(text_input="x")
+    serve(answer, request)
+    time.sleep(3 * front_module.POLL_INTERVAL_S)  # the watcher has looked at it
+    may_end.set()
+    request.sender.wait()
+    sender = weakref.ref(request.sender)
+    del request.sender
+    deadline_s = time.monotonic() + 5
+    while sender() is not None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)

@@ -169,14 +169,18 @@ class TritonPythonModel:
             if self._registry is not None and time.monotonic() >= next_beat_s:
                 self._registry.gauge(HEARTBEAT, "When the front's watcher last came by, since 1970", time.time())
                 next_beat_s = time.monotonic() + BEAT_INTERVAL_S
-            with self._lock:
-                live = list(self._live.values())
-            for forwarded in live:
-                # Again until it has ended: the first time `tandem` may not have seen the request yet.
-                if forwarded.is_cancelled() and time.monotonic() >= forwarded.next_stop_s:
-                    forwarded.next_stop_s = time.monotonic() + STOP_INTERVAL_S
-                    self._closers.submit(self._cancel, forwarded)
+            self._stop_cancelled()
             pause_s = poll_pause_s(begun_s)
+
+    def _stop_cancelled(self) -> None:
+        """Keeps nothing when it returns: Triton server does not unload a model while a response sender is referenced."""
+        with self._lock:
+            live = list(self._live.values())
+        for forwarded in live:
+            # Again until it has ended: the first time `tandem` may not have seen the request yet.
+            if forwarded.is_cancelled() and time.monotonic() >= forwarded.next_stop_s:
+                forwarded.next_stop_s = time.monotonic() + STOP_INTERVAL_S
+                self._closers.submit(self._cancel, forwarded)
 
     def _cancel(self, forwarded: _Forwarded) -> None:
         """End the inner request: by its iterator where Triton server has that (2025 and later), else by closing it."""
