@@ -173,7 +173,7 @@ class TritonPythonModel:
             pause_s = poll_pause_s(begun_s)
 
     def _stop_cancelled(self) -> None:
-        """Keeps nothing when it returns: Triton server does not unload a model while a response sender is referenced."""
+        """Keeps nothing when it returns: Triton server unloads no model while a response sender is referenced."""
         with self._lock:
             live = list(self._live.values())
         for forwarded in live:
