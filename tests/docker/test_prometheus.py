@@ -40,8 +40,8 @@ def test_a_changed_threshold_is_noticed(tmp_path: Any) -> None:
     """The tests of the rules are sharp: with another limit on the heartbeat's age they fail."""
     promtool = tool("promtool")
     rules = (FOLDER / "rules.yaml").read_text(encoding="utf-8")
-    assert rules.count("[1h]) > 30") == 1
-    (tmp_path / "rules.yaml").write_text(rules.replace("[1h]) > 30", "[1h]) > 3000"))
+    assert rules.count("[1h])) > 30") == 1
+    (tmp_path / "rules.yaml").write_text(rules.replace("[1h])) > 30", "[1h])) > 3000"))
     cases = load(FOLDER / "rules_test.yaml")
     cases["tests"] = [test for test in cases["tests"] if test["name"] == "heartbeat"]
     (tmp_path / "rules_test.yaml").write_text(yaml.safe_dump(cases))

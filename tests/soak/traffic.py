@@ -16,6 +16,7 @@ from tandem_client import ServerError, TandemClient
 
 NUM_WORKERS = 10
 TIMEOUT_S = 120.0
+KILL_AFTER_S = 30.0
 PROMPTS = (
     "def read_lines(path):\n",
     "class Stack:\n    def push(self, item):\n",
@@ -187,7 +188,11 @@ class Traffic:
         command = [sys.executable, "-c", KILLED_CLIENT, self._grpc_url]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as client:
             assert client.stdout is not None
+            # grpcio may lock up a client that ends at once, refused by a reload: in _Rendezvous.__del__, beside itself.
+            timer = threading.Timer(KILL_AFTER_S, client.kill)
+            timer.start()
             client.stdout.readline()  # also comes back when a reload refuses the client
+            timer.cancel()
             time.sleep(chance.random() * 0.2)
             client.kill()
 
