@@ -17,12 +17,13 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 TOOLS = ROOT / ".venv" / "deploy_tools"
+GATEWAY_PREFIX = "tandem_gateway_"  # of the gateway's own metrics; all others are Triton server's
 
 _OPERATORS = {"and", "or", "unless"}
 _GROUPING = re.compile(r"\b(?:by|on)\s*\([^)]*\)")
 # A name that nothing in parentheses follows: those are functions.
 _SELECTOR = re.compile(r"([A-Za-z_:][\w:]*)(?![\w:])(?!\s*\()\s*(?:\{([^}]*)\})?")
-_MATCHER = re.compile(r'(\w+)\s*(=~|!=|=)\s*"([^"]*)"')
+_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
 
 
 def tool(name: str) -> str:
@@ -61,18 +62,19 @@ def queries() -> list[str]:
     return [*targets, *(rule["expr"] for group in groups for rule in group["rules"])]
 
 
-def unanswered(exposition: str) -> set[str]:
-    """The metrics, with their labels, that a query asks for and a server's /metrics does not have."""
+def unanswered(exposition: str, *, by_gateway: bool = False) -> set[str]:
+    """The metrics, with their labels, that a query asks for and a server's, or a gateway's, /metrics does not have."""
     samples = [
         (name, dict(re.findall(r'(\w+)="([^"]*)"', labels)))
         for name, labels in re.findall(r"^(\w+)(?:\{(.*)\})? \S+$", exposition, re.MULTILINE)
     ]
-    samples.append(("up", {"job": "tandem"}))  # Prometheus's own
     asked = {(name, tuple(matchers)) for query in queries() for name, matchers in selectors(query)}
     return {
         f"{name}{list(matchers)}"
         for name, matchers in asked
-        if not any(name == found and _match(matchers, labels) for found, labels in samples)
+        if name != "up"  # Prometheus's own
+        and name.startswith(GATEWAY_PREFIX) == by_gateway
+        and not any(name == found and _match(matchers, labels) for found, labels in samples)
     }
 
 
@@ -81,6 +83,5 @@ def _match(matchers: tuple[tuple[str, str, str], ...], labels: dict[str, str]) -
 
 
 def _matches(operator: str, wanted: str, found: str) -> bool:
-    if operator == "=~":
-        return re.fullmatch(wanted, found) is not None
-    return (wanted == found) == (operator == "=")
+    is_equal = re.fullmatch(wanted, found) is not None if operator.endswith("~") else wanted == found
+    return is_equal == operator.startswith("=")

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import yaml
-from deployments import DOCKER
+from deployments import DOCKER, load
 from tandem_backend.config import EngineConfig
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "compose-spec.json").read_text(encoding="utf-8"))
@@ -65,6 +65,21 @@ def test_a_server_may_drain_before_it_is_killed_and_is_judged_by_its_heartbeat()
     assert grace_s >= exit_timeout_s + 30
     assert SERVERS[0]["healthcheck"]["test"][:3] == ["CMD", "tandem", "health"]
     assert SERVERS[0]["init"] is True
+
+
+def test_prometheus_scrapes_what_is_there() -> None:
+    """Each target is a name of the network, and the port one that its services publish."""
+    names = {alias: service for service in SERVERS for alias in service["networks"]["default"]["aliases"]}
+    names |= COMPOSE["services"]
+    targets = []
+    for job in load(DOCKER / "prometheus" / "prometheus.yaml")["scrape_configs"]:
+        for found in job.get("dns_sd_configs", []):
+            targets += [(name, str(found["port"])) for name in found["names"]]
+        for static in job.get("static_configs", []):
+            targets += [tuple(target.split(":")) for target in static["targets"]]
+    assert len(targets) == 2
+    for name, port in targets:
+        assert port in [published.rsplit(":", 1)[1] for published in names[name]["ports"]]
 
 
 def test_the_settings_of_the_engine_are_valid(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_every_selector_finds_pods_and_every_named_port_is_theirs(overlay: str) 
         assert {end["port"] for end in spec.get("podMetricsEndpoints", [])} <= ports
         assert {port["port"] for rule in spec.get("ingress", []) for port in rule["ports"]} <= ports
         found += 1
-    assert found == 2 + 3 + 1 + 1 + 1  # Deployments, Services, budget, monitor, policy
+    assert found == 2 + 3 + 1 + 2 + 1  # Deployments, Services, budget, monitors, policy
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -147,11 +147,14 @@ def test_the_autoscaler_scales_the_server_by_metrics_that_the_adapter_has() -> N
     assert '"tandem_num_(queued|active)"' in rule["seriesQuery"]
 
 
-def test_the_monitor_names_the_job_that_the_alerts_mean() -> None:
+def test_the_monitors_name_the_jobs_that_the_alerts_mean() -> None:
     objects = _built("cpu")
-    label = objects["PodMonitor", "tandem"]["spec"]["jobLabel"]
-    assert objects["Deployment", "tandem"]["spec"]["template"]["metadata"]["labels"][label] == "tandem"
-    assert 'job="tandem"' in (DOCKER / "prometheus" / "rules.yaml").read_text(encoding="utf-8")
+    jobs = [job["job_name"] for job in load(DOCKER / "prometheus" / "prometheus.yaml")["scrape_configs"]]
+    assert jobs == ["tandem", "tandem-gateway"]
+    for job in jobs:
+        label = objects["PodMonitor", job]["spec"]["jobLabel"]
+        assert objects["Deployment", job]["spec"]["template"]["metadata"]["labels"][label] == job
+        assert f'job="{job}"' in (DOCKER / "prometheus" / "rules.yaml").read_text(encoding="utf-8")
 
 
 def test_the_gpu_overlay_asks_for_one_device_and_needs_no_spare_one() -> None:

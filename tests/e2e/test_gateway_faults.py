@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 import schemathesis
+from deployments import unanswered
 from gateway_process import GatewayProcess, running_gateway
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
@@ -110,6 +112,12 @@ def test_a_model_that_is_loaded_anew_is_used_again(small_server: TritonServer) -
         after = post(gateway, body())
         assert after[0] == 200
         assert after[2]["choices"][0]["message"] == before[2]["choices"][0]["message"]
+        # Answers and an error: now each metric is there that the dashboard and the alerts ask of a gateway.
+        page = urllib.request.urlopen(f"{gateway.url}/metrics", timeout=30).read().decode()
+        assert unanswered(page, by_gateway=True) == set()
+        assert unanswered(page.replace('status="503"', 'status="200"'), by_gateway=True) == {
+            """tandem_gateway_requests_total[('path', '!~', '/health|/metrics'), ('status', '=~', '5..')]"""
+        }
 
 
 @pytest.mark.slow
