@@ -17,6 +17,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 DOCKER = ROOT / "docker"
 TOOLS = ROOT / ".venv" / "deploy_tools"
+GATEWAY_EXIT_S = 20  # after its drain: it ends the conversations in the backend and writes its journal
 GATEWAY_PREFIX = "tandem_gateway_"  # of the gateway's own metrics; all others are Triton server's
 
 _OPERATORS = {"and", "or", "unless"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import jsonschema
 import yaml
-from deployments import DOCKER, load
+from deployments import DOCKER, GATEWAY_EXIT_S, load
 from tandem_backend.config import EngineConfig
 
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "compose-spec.json").read_text(encoding="utf-8"))
@@ -21,6 +21,10 @@ ENV = dict(
 VARIABLE = re.compile(r"\$\{(\w+):-([^}]*)\}")
 COMPOSE: dict[str, Any] = yaml.safe_load(VARIABLE.sub(r"\2", TEXT))
 SERVERS = [COMPOSE["services"][name] for name in ("triton-cpu", "triton-gpu")]
+
+
+def _seconds(duration: str) -> int:
+    return int(duration.removesuffix("s"))
 
 
 def test_it_is_a_compose_file() -> None:
@@ -60,11 +64,16 @@ def test_the_servers_differ_in_image_and_device_alone() -> None:
 
 
 def test_a_server_may_drain_before_it_is_killed_and_is_judged_by_its_heartbeat() -> None:
-    grace_s = int(re.fullmatch(r"(\d+)s", SERVERS[0]["stop_grace_period"])[1])  # type: ignore[index]
     exit_timeout_s = next(int(a.split("=")[1]) for a in SERVERS[0]["command"] if a.startswith("--exit-timeout="))
-    assert grace_s >= exit_timeout_s + 30
+    assert _seconds(SERVERS[0]["stop_grace_period"]) >= exit_timeout_s + 30
     assert SERVERS[0]["healthcheck"]["test"][:3] == ["CMD", "tandem", "health"]
     assert SERVERS[0]["init"] is True
+
+
+def test_the_gateway_may_drain_before_it_is_killed() -> None:
+    gateway = COMPOSE["services"]["gateway"]
+    drain_s = float(gateway["environment"]["TANDEM_GATEWAY_DRAIN_S"])
+    assert _seconds(gateway["stop_grace_period"]) >= drain_s + GATEWAY_EXIT_S
 
 
 def test_prometheus_scrapes_what_is_there() -> None:

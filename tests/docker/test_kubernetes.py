@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from deployments import DOCKER, load, queries, run, selectors, tool
+from deployments import DOCKER, GATEWAY_EXIT_S, load, queries, run, selectors, tool
 
 FOLDER = DOCKER / "kubernetes"
 SCHEMAS = json.loads((Path(__file__).parent / "schemas" / "kubernetes.json").read_text(encoding="utf-8"))
@@ -132,6 +132,15 @@ def test_a_pod_may_drain_before_it_is_killed(overlay: str) -> None:
     assert container["startupProbe"]["periodSeconds"] * container["startupProbe"]["failureThreshold"] > 300
     for probe in ("readinessProbe", "livenessProbe"):
         assert container[probe]["exec"]["command"][:2] == ["tandem", "health"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_gateway_may_drain_before_it_is_killed(overlay: str) -> None:
+    pod = _built(overlay)["Deployment", "tandem-gateway"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    pre_stop_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
+    (drain_s,) = [float(item["value"]) for item in container["env"] if item["name"] == "TANDEM_GATEWAY_DRAIN_S"]
+    assert pod["terminationGracePeriodSeconds"] >= pre_stop_s + drain_s + GATEWAY_EXIT_S
 
 
 def test_the_autoscaler_scales_the_server_by_metrics_that_the_adapter_has() -> None:
