@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tandem serve` as a user runs it: a real Triton server over a repository with one small model."""
 
+import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -15,10 +17,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from deployments import DOCKER
+from tandem_backend.serving.launcher import TritonServer
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
+GUIDE = (DOCKER / "OPERATIONS.md").read_text(encoding="utf-8")
 TANDEM = Path(sys.executable).parent / "tandem"
 READY_S = 60
 EXIT_S = 30
+KEY = "repository-key-of-the-tests"
 CONFIG = """
 backend: "python"
 max_batch_size: 0
@@ -122,6 +130,46 @@ def test_arguments_after_the_dashes_go_to_the_server(tmp_path: Path) -> None:
             assert json.load(response) == [{"name": "probe"}]
         process.terminate()
         process.communicate(timeout=EXIT_S)
+
+
+def _status(server: TritonServer, headers: dict[str, str]) -> int:
+    connection = http.client.HTTPConnection(server.http_url, timeout=READY_S)
+    connection.request("GET", "/v2/logging", headers=headers)
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+@pytest.fixture
+def restricted(tmp_path: Path) -> Iterator[TritonServer]:
+    """A server with the restrictions that the operator's guide writes."""
+    arguments = GUIDE.split("tandem serve ... -- ")[1].split("```")[0].replace("\\\n", " ").split()
+    server = TritonServer(_write_model(tmp_path), extra_args=arguments, repository_key=KEY)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.mark.timeout(READY_S + EXIT_S)
+def test_the_guide_s_restrictions_hold(restricted: TritonServer) -> None:
+    """Who has the header is served, nobody else, over HTTP and over gRPC."""
+    assert [_status(restricted, headers) for headers in ({}, {"admin-key": "SECRET"})] == [403, 200]
+    with InferenceServerClient(restricted.grpc_url) as client:
+        client.get_log_settings(headers={"triton-grpc-protocol-admin-key": "SECRET"})
+        client.get_model_repository_index(headers={"triton-grpc-protocol-tandem-model-repository-key": KEY})
+        for call in (client.get_log_settings, client.get_model_repository_index):
+            with pytest.raises(InferenceServerException, match=r"UNAVAILABLE.*protocol is restricted"):
+                call(headers={"admin-key": "SECRET", "tandem-model-repository-key": KEY})
+    (load,) = re.findall(r"^curl .*/load$", GUIDE, re.MULTILINE)
+    for old, new in (("curl", "curl -s -o /dev/null -w '%{http_code}'"), ("localhost:8000", restricted.http_url)):
+        load = load.replace(old, new)
+    load = load.replace("models/tandem/", "models/probe/")
+    for key, status in ((KEY, "200"), ("", "403")):
+        env = os.environ | {"TANDEM_REPOSITORY_KEY": key}
+        result = subprocess.run(["bash", "-c", load], env=env, capture_output=True, text=True, check=True)
+        assert result.stdout == status
 
 
 @pytest.mark.timeout(READY_S + EXIT_S)
