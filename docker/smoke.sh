@@ -3,7 +3,7 @@
 # Does a deployment work? Starts it, waits until it is ready, streams an answer, cancels one, unloads the models, stops it.
 # The exit status is the result: 0, or 1 with the step that failed on stderr.
 #
-#   docker/smoke.sh                      docker compose with the profile of docker/.env (cpu by default), built anew
+#   docker/smoke.sh                      docker compose with the profile of docker/.env (cpu, the default, or gpu), built anew
 #   docker/smoke.sh tandem serve ...     any command that runs a server in the foreground, without Docker
 #
 # SMOKE_HTTP, SMOKE_METRICS: where it listens. SMOKE_READY_S: seconds until it must be ready.
@@ -81,7 +81,10 @@ stop() {
 trap 'stop || true; rm -rf "$work"' EXIT
 
 say start
-[ "$#" -gt 0 ] || composed=yes
+if [ "$#" -eq 0 ]; then
+    [[ $COMPOSE_PROFILES =~ ^(cpu|gpu)$ ]] || fail "COMPOSE_PROFILES must be cpu or gpu, got $COMPOSE_PROFILES"
+    composed=yes
+fi
 start "$@"
 
 say ready

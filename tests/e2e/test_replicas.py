@@ -4,6 +4,7 @@
 import http.client
 import json
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -221,6 +222,31 @@ def test_the_bench_compares_like_with_like(envoy: Envoy, client: TandemClient, r
         assert rows[0]["ratio"] == rows[0]["largest_share"] == 1
         assert all(row["tokens_per_s"] > 0 for row in rows)
         assert "largest share" in render_replicas({"rows": rows})
+
+
+def sends_elsewhere(envoy: Envoy) -> bool:
+    """Whether it asks clients not to come again over this connection."""
+    connection = http.client.HTTPConnection(envoy.http_url, timeout=10)
+    connection.request("GET", "/v2/health/live")
+    reply = connection.getresponse()
+    connection.close()
+    return reply.getheader("connection") == "close"
+
+
+def test_an_envoy_that_drains_ends_its_streams_first(replicas: list[TritonServer], client: TandemClient) -> None:
+    """docker/envoy/drain.sh, which deployments run before they stop Envoy; a second one need not wait."""
+    with Envoy(CONFIG, replicas) as stops, TandemClient(stops.grpc_url) as own:
+        stream = own.generate("import os\n", max_tokens=400, sampling={"ignore_eos": True}, timeout_s=LIMIT_S)
+        chunks = [next(stream)]
+        drain = [CONFIG.parent / "drain.sh", str(int(LIMIT_S)), stops.admin_url.rpartition(":")[2]]
+        with subprocess.Popen(drain) as draining:
+            wait_until(lambda: sends_elsewhere(stops))
+            assert draining.poll() is None
+            chunks += list(stream)
+            assert draining.wait() == 0
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 400
+        assert subprocess.run([*drain[:1], "0", *drain[2:]]).returncode == 0
+    assert subprocess.run(drain).returncode == 0  # there is no Envoy any more
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from tandem_backend.serving.installation import LaunchError
 from tandem_backend.serving.launcher import TritonServer, choose_ports
 from tandem_backend.serving.model_folder import ModelFolder
 
+# As in deployments. Without the shared memory of a hot restart, which several Envoys of one machine would fight for.
+OPTIONS = ("--disable-hot-restart", "--drain-strategy", "immediate")
 _READY_S = 20.0
 _EXIT_S = 5.0
 _POLL_S = 0.05
@@ -66,8 +68,7 @@ class Envoy:
         self.grpc_url, self.http_url, self.admin_url = (f"127.0.0.1:{port}" for port in ports.values())
         path = self._folder / "envoy.json"
         path.write_text(json.dumps(render(self._config, ports, self._replicas)), encoding="utf-8")
-        # Without the shared memory of a hot restart, which several Envoys of one machine would fight for.
-        command = [str(binary), "-c", str(path), "--disable-hot-restart", "--concurrency", "1", "-l", "warning"]
+        command = [str(binary), "--config-path", str(path), *OPTIONS, "--concurrency", "1", "-l", "warning"]
         with self._log_path().open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
