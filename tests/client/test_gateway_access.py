@@ -189,6 +189,9 @@ def test_cors_is_off_unless_asked_for(opened: Open) -> None:
         (b"[]", 400),
         (b'{"model": "tandem", "messages": "\xff"}', 400),
         (b'{"a":' * 50_000 + b"1" + b"}" * 50_000, 400),
+        (b'{"model": "tandem", "messages": [{"role": "user", "content": "x"}], "tools": [{"a": NaN}]}', 400),
+        (b'{"model": "tandem", "messages": ' + b"[" * 300 + b"]" * 300 + b"}", 400),
+        (b'{"model": "tandem", "messages": ' + b"[" * 1000 + b"]" * 1000 + b"}", 400),
         (b"1" * 300_000, 400),
         (b'{"model": "' + b"x" * 400_000 + b'"}', 413),
     ],
@@ -205,8 +208,16 @@ def test_bad_bodies(opened: Open, content: bytes, status: int) -> None:
 
 def test_a_lone_surrogate_is_the_clients_mistake(opened: Open) -> None:
     body = b'{"model": "tandem", "messages": [{"role": "user", "content": "x"}], "cache_salt": "\\ud800"}'
-    assert opened().post(CHAT, content=body).status_code in (200, 400)
-    assert opened().post(CHAT, content=body.replace(b"tandem", b"\\ud800")).status_code == 404
+    assert opened().post(CHAT, content=body).status_code == 400
+    assert opened().post(CHAT, content=body.replace(b"tandem", b"\\ud800")).status_code == 400
+
+
+@pytest.mark.parametrize("stream", ["true", "false"])
+@pytest.mark.parametrize("value", ['"\\ud800"', "[" * 300 + "]" * 300])
+def test_what_a_response_sends_back_can_be_written(opened: Open, value: str, stream: str) -> None:
+    body = f'{{"model": "tandem", "input": "x", "stream": {stream}, "metadata": {{"a": {value}}}}}'
+    reply = opened().post("/v1/responses", content=body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(transport: AsyncFakeTransport) -> None:

@@ -17,6 +17,10 @@ CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Hello?"}]
 
 
+def tool_call(call_id: Any = "call_1", arguments: str = "{}") -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
 @contextmanager
 def gateway(*scripts: Script, **settings: Any) -> Iterator[tuple[TestClient, AsyncFakeTransport]]:
     transport = AsyncFakeTransport(*scripts)
@@ -114,6 +118,24 @@ def test_wrong_fields_are_named(fields: dict[str, Any], param: str) -> None:
     assert reply.json()["error"]["param"] == param
     assert reply.json()["error"]["message"].startswith(param)
     assert transport.requests == []
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        *(
+            (text, text)
+            for text in ("[" * 2000, '{"a":' * 300 + "1" + "}" * 300, '{"a": "\\ud800"}', '{"a": NaN}', "[1]")
+        ),
+        (f'{{"a": {10**30}}}', {"a": 10**30}),
+    ],
+)
+def test_arguments_of_a_call_that_are_no_plain_object_stay_text(text: str, arguments: Any) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [tool_call(arguments=text)]}]
+    with gateway(answer("Hi")) as (client, transport):
+        assert client.post(CHAT, json=chat(messages=messages)).status_code == 200
+    sent = json.loads(transport.requests[0].payload.inputs["messages"].item())
+    assert sent[1]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 def test_a_tool_call_is_streamed_in_pieces() -> None:

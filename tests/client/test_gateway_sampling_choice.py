@@ -135,6 +135,8 @@ def test_answers_are_remembered_for_a_while_and_only_so_many() -> None:
             True,
         ),  # one of several
         ([USER, *turn(call("not json")) * 3], True),
+        ([USER, *turn(call("[" * 100_000)) * 3], True),
+        ([USER, *turn(call('{"a":' * 990 + "1" + "}" * 990)) * 3], True),
         ([USER, *turn(call(), result="1"), *turn(call(), result="2"), *turn(call(), result="3")], True),
         ([USER, *({"role": "assistant", "content": "Hm."} for _ in range(3))], False),
     ],

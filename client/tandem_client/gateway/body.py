@@ -2,14 +2,13 @@
 """A request's body: read up to a limit, parsed, and described for OpenAPI."""
 
 import asyncio
-import json
 from typing import Any
 
-import orjson
 from starlette.requests import ClientDisconnect, Request
 
 from tandem_client.gateway.errors import ApiError
 from tandem_client.gateway.fields import MODELS
+from tandem_client.gateway.json_text import read_json
 
 
 async def read_body(request: Request, max_bytes: int, timeout_s: float) -> Any:
@@ -25,9 +24,9 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> Any:
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {timeout_s:g} s", code="body_timeout") from error
     try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return _parsed_slowly(body)
+        return read_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
 async def _joined(request: Request, max_bytes: int) -> bytes:
@@ -37,16 +36,6 @@ async def _joined(request: Request, max_bytes: int) -> bytes:
         if len(body) > max_bytes:
             raise _too_large(max_bytes)
     return bytes(body)
-
-
-def _parsed_slowly(body: bytes) -> Any:
-    """Python's parser takes some that orjson refuses, lone surrogates say; what it refuses too gets its message."""
-    try:
-        return json.loads(body)
-    except RecursionError as error:
-        raise ApiError(400, "the body is nested too deeply", code="invalid_json") from error
-    except ValueError as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from error
 
 
 def _too_large(max_bytes: int) -> ApiError:

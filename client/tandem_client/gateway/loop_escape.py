@@ -9,6 +9,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from tandem_client.gateway.json_text import read_json
+
 Message = Mapping[str, Any]
 
 
@@ -44,7 +46,7 @@ def _call(call: Mapping[str, Any]) -> tuple[str, str]:
 def _canonical(arguments: object) -> str:
     """Equal for arguments that mean the same, however they are written."""
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+        value = read_json(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         value = arguments
     return json.dumps(value, sort_keys=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem_client.gateway.errors import invalid
+from tandem_client.gateway.json_text import read_json
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -61,10 +62,10 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
 def read_arguments(text: str) -> Any:
     """A call's arguments as an object, which templates expect; text that is none stays text."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
+        value = json.loads(text) if isinstance(read_json(text), dict) else text  # json keeps integers of any length
+    except ValueError:
         return text
-    return value if isinstance(value, dict) else text
+    return value
 
 
 def read_content(content: Any, param: str) -> str | None:
