@@ -148,6 +148,22 @@ def test_unknown_fields_are_refused(post: Poster, endpoint: str) -> None:
     assert reply.json()["error"]["param"] == "temprature"
 
 
+@pytest.mark.parametrize(
+    ("endpoint", "name", "value", "allowed"),
+    [
+        (COMPLETIONS, "prompt", [1, "a"], "a list of texts, token ids"),
+        (RESPONSES, "input", [5], "text or a list of objects"),
+        (CHAT, "stop", [5], "text or a list of texts"),
+        (CHAT, "tool_choice", 5, "text or an object"),
+    ],
+)
+def test_all_that_a_field_may_be_is_told(post: Poster, endpoint: str, name: str, value: Any, allowed: str) -> None:
+    reply, _ = post(endpoint, {**LEAST[endpoint], name: value})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["code"]) == (400, name, "invalid_type")
+    assert allowed in error["message"]
+
+
 def table() -> str:
     """The README's table, made from the one in the code."""
     short = {CHAT: "chat", COMPLETIONS: "completions", RESPONSES: "responses"}

@@ -4,12 +4,12 @@
 Validation, the OpenAPI description and the README's table are made from it. Ranges are the backend's to judge.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, create_model
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, ValidationError, WrapValidator, create_model
 from pydantic_core import PydanticCustomError
 
 from tandem_client.gateway.errors import ApiError, invalid
@@ -25,6 +25,19 @@ _C, _P, _R, _CP, _CR, _CPR = (
     ENDPOINTS,
 )
 
+
+def _either(allowed: str) -> WrapValidator:
+    """Says all that is allowed; pydantic's first complaint about a union is that the value is no text."""
+
+    def check(value: Any, handler: Callable[[Any], Any]) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise PydanticCustomError("either", "must be {allowed}", {"allowed": allowed}) from None
+
+    return WrapValidator(check)
+
+
 Flag = Annotated[bool, Strict()]
 Integer = Annotated[int, Strict()]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]  # an integer counts as one
@@ -33,7 +46,12 @@ Text = str
 Texts = list[str]
 TokenIds = list[Integer]
 Messages = Annotated[list[Object], Field(min_length=1)]
-Prompt = str | Texts | TokenIds | list[TokenIds]
+Prompt = Annotated[
+    str | Texts | TokenIds | list[TokenIds], _either("text, a list of texts, token ids, or a list of lists of them")
+]
+OneOrMany = Annotated[str | Texts, _either("text or a list of texts")]
+Items = Annotated[str | list[Object], _either("text or a list of objects")]
+Choice = Annotated[str | Object, _either("text or an object")]
 
 
 class Rule(StrEnum):
@@ -80,7 +98,7 @@ TABLE: tuple[Row, ...] = (
     _honoured("model", _CPR, Text, "a name of `/v1/models`"),
     _honoured("messages", _C, Messages, "text parts only; `developer` is `system`"),
     _honoured("prompt", _P, Prompt, "text, token ids, or up to 16 of either"),
-    _honoured("input", _R, str | list[Object], "text, messages, function calls and their outputs"),
+    _honoured("input", _R, Items, "text, messages, function calls and their outputs"),
     _honoured("instructions", _R, Text, "a system message before the input"),
     _honoured("max_tokens", _CP, Integer, "older name of `max_completion_tokens` in chats"),
     _honoured("max_completion_tokens", _C, Integer),
@@ -92,7 +110,7 @@ TABLE: tuple[Row, ...] = (
     _sampling("logit_bias", _CP, dict[str, Number], "by token id"),
     _sampling("seed", _CP, Integer, "draws the same answer again; the answer's `tandem.seed` tells it"),
     _sampling("n", _CP, Integer, "answer k is drawn with `seed` + k"),
-    _sampling("stop", _CP, str | Texts),
+    _sampling("stop", _CP, OneOrMany),
     _honoured("logprobs", _C, Flag, "of the model's own distribution, before temperature and penalties"),
     _honoured("top_logprobs", _CR, Integer, "in chats with `logprobs`; in responses with `include`"),
     Row("logprobs", _P, Rule.HONOURED, Integer, "0 to 20"),
@@ -102,7 +120,7 @@ TABLE: tuple[Row, ...] = (
     _sampling("response_format", _C, Object, "`text`, `json_object`, `json_schema`; always strict"),
     _honoured("text", _R, Object, "`format` as `response_format`; `verbosity` only `medium`"),
     _honoured("tools", _CR, list[Object], "of type `function`"),
-    _honoured("tool_choice", _CR, str | Object, "`none`, `auto`, `required` or one function"),
+    _honoured("tool_choice", _CR, Choice, "`none`, `auto`, `required` or one function"),
     _sampling("parallel_tool_calls", _CR, Flag),
     _sampling("reasoning_effort", _C, Text, "`none`, `minimal`, `low`, `medium`, `high`"),
     _honoured("reasoning", _R, Object, "`effort`; `summary` is refused but for `auto`: the reasoning itself is told"),
@@ -137,7 +155,7 @@ TABLE: tuple[Row, ...] = (
     _refused("image", _R, "text only"),
     _refused("access_programs", _R, "there are none"),
     _extension("seed", _R, Integer),
-    _extension("stop", _R, str | Texts),
+    _extension("stop", _R, OneOrMany),
     _extension("top_k", _CPR, Integer),
     _extension("min_p", _CPR, Number),
     _extension("typical_p", _CPR, Number),
@@ -147,7 +165,7 @@ TABLE: tuple[Row, ...] = (
     _extension("ignore_eos", _CPR, Flag),
     _extension("stop_token_ids", _CPR, TokenIds),
     _extension("allowed_token_ids", _CPR, TokenIds),
-    _extension("bad_words", _CPR, str | Texts),
+    _extension("bad_words", _CPR, OneOrMany),
     _extension("structured_outputs", _CPR, Object, "`json`, `regex`, `choice` or `grammar`"),
     _extension("reasoning_format", _CR, Text, "`field`, the default: `reasoning_content`; `tags`; `both`"),
     _extension("max_reasoning_tokens", _CPR, Integer),
