@@ -109,6 +109,7 @@ def test_an_error_after_the_start_ends_the_stream() -> None:
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
         ({"audio": {"voice": "alloy"}}, "audio"),
         ({"no_such_field": 1}, "no_such_field"),
+        ({"messages": [{"role": "assistant", "tool_calls": [tool_call({"a": 1})]}]}, "messages[0].tool_calls[0].id"),
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, Any], param: str) -> None:

@@ -164,6 +164,20 @@ def test_all_that_a_field_may_be_is_told(post: Poster, endpoint: str, name: str,
     assert allowed in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("item", "place"),
+    [
+        ({"role": "pope", "content": "x"}, "role"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "content[0].type"),
+        ({"type": "item_reference", "id": "x"}, "type"),
+        ({"type": "function_call", "name": "f", "call_id": "c"}, "arguments"),
+    ],
+)
+def test_a_wrong_item_of_the_input_is_named(post: Poster, item: dict[str, Any], place: str) -> None:
+    reply, _ = post(RESPONSES, {"model": "tandem", "input": [{"role": "user", "content": "Hello?"}, item]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, f"input[1].{place}")
+
+
 def table() -> str:
     """The README's table, made from the one in the code."""
     short = {CHAT: "chat", COMPLETIONS: "completions", RESPONSES: "responses"}

@@ -12,12 +12,13 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]], param: str = "messages") -> list[dict[str, Any]]:
+def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Check `messages` and bring them into the template's form. Raises ApiError 400 naming the place."""
-    return [_message(message, f"{param}[{index}]") for index, message in enumerate(messages)]
+    return [read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
 
 
-def _message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
+def read_message(message: Mapping[str, Any], param: str) -> dict[str, Any]:
+    """Check one message, which stands at `param`, and bring it into the template's form. Raises ApiError 400."""
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         raise invalid(f"{param}.role", f"must be one of {', '.join(_ROLES)}, got {str(role)[:100]!r}")
@@ -56,7 +57,8 @@ def _tool_call(call: Any, param: str) -> dict[str, Any]:
     name, arguments = _text(function, "name", f"{param}.function"), function.get("arguments")
     if not isinstance(arguments, dict):  # which is not the API's way, but means the same
         arguments = read_arguments(_text(function, "arguments", f"{param}.function"))
-    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+    call_id = None if call.get("id") is None else _text(call, "id", param)
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read_arguments(text: str) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tandem_client.gateway.errors import invalid
 from tandem_client.gateway.fields import RESPONSES
-from tandem_client.gateway.messages import read_arguments, read_content, read_messages, read_tools
+from tandem_client.gateway.messages import read_arguments, read_content, read_message, read_tools
 from tandem_client.gateway.options import GRACE_S, Caller, base_sampling
 from tandem_client.payload import GenerateOptions
 
@@ -77,7 +77,7 @@ def read_input(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _message(item: Mapping[str, Any], kind: str, param: str) -> dict[str, Any]:
     if kind == "message":
-        return read_messages([item], "input")[0] if item.get("role") != "tool" else _no_such(param, "a message of tool")
+        return read_message(item, param) if item.get("role") != "tool" else _no_such(param, "a message of tool")
     if kind == "function_call":
         name, arguments = _text(item, "name", param), _text(item, "arguments", param)
         function = {"name": name, "arguments": read_arguments(arguments)}
