@@ -106,10 +106,16 @@ class AsyncSession(_AsyncGenerates):
     """
 
     def __init__(
-        self, transport: AsyncTransport, model: str, sequence_id: SequenceId | None = None, *, resume: bool = False
+        self,
+        transport: AsyncTransport,
+        model: str,
+        sequence_id: SequenceId | None = None,
+        *,
+        resume: bool = False,
+        route: str | None = None,
     ) -> None:
         self._transport = transport
-        self._sequence = SequenceState(model, sequence_id, resumes=resume)
+        self._sequence = SequenceState(model, sequence_id, resumes=resume, route=route)
 
     @property
     def sequence_id(self) -> SequenceId:
@@ -169,13 +175,16 @@ class AsyncTandemClient(_AsyncGenerates):
     def _start(self, payload: Payload) -> AsyncGeneration:
         return AsyncGeneration(self._transport.send(one_shot(self._model, payload)), num_choices=payload.num_choices)
 
-    def session(self, sequence_id: SequenceId | None = None, *, resume: bool = False) -> AsyncSession:
+    def session(
+        self, sequence_id: SequenceId | None = None, *, resume: bool = False, route: str | None = None
+    ) -> AsyncSession:
         """A conversation under `sequence_id`, or under a fresh one. Use it in an `async with`.
 
         resume: keep its messages here too. Where the server does not know the session any more (it was idle for too
         long, the server is another one now) the next turn sends them all, instead of raising ServerError.
+        route: what a proxy chooses the server by, instead of the first sequence id.
         """
-        return AsyncSession(self._transport, self._model, sequence_id, resume=resume)
+        return AsyncSession(self._transport, self._model, sequence_id, resume=resume, route=route)
 
     async def close(self) -> None:
         """Cancel what still runs and close the connection."""

@@ -27,14 +27,17 @@ def one_shot(model: str, payload: Payload) -> InferRequest:
 class SequenceState:
     """What the server knows of a sequence: nothing, perhaps something (START was sent), or its turns (accepted).
 
-    With `resumes` the conversation is kept here too, and sent whole to a server that does not know it.
+    With `resumes` the conversation is kept here too, and sent whole to a server that does not know it. Behind a proxy
+    turns go by `route`, by default the first sequence id.
     """
 
-    def __init__(self, model: str, sequence_id: SequenceId | None = None, *, resumes: bool = False) -> None:
+    def __init__(
+        self, model: str, sequence_id: SequenceId | None = None, *, resumes: bool = False, route: str | None = None
+    ) -> None:
         if sequence_id == "" or (isinstance(sequence_id, int) and not 0 < sequence_id < 2**63):
             raise ValueError(f"sequence_id: must be text or an integer from 1 to 2**63 - 1, got {sequence_id!r}")
         self.sequence_id = uuid4().hex if sequence_id is None else sequence_id
-        self._session = self.sequence_id
+        self._session = self.sequence_id if route is None else route
         self.is_accepted = False
         self._model = model
         self._is_started = False

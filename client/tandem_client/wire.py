@@ -3,7 +3,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
@@ -91,19 +91,24 @@ def metadata(request: InferRequest) -> tuple[tuple[str, str], ...]:
     return ((SESSION_HEADER, quote(str(session), safe="")),)
 
 
+def conversation_key(messages: Sequence[Any]) -> str:
+    """Equal for conversations that begin alike, as do the turns of one that is sent whole each time."""
+    roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
+    # What comes before it, a system message, is often everybody's.
+    end = roles.index("user") + 1 if "user" in roles else 1
+    return _key(json.dumps(messages[:end]).encode())
+
+
 def _prompt_key(payload: Payload) -> str:
-    """Equal for prompts that begin alike, as do the turns of a conversation that is sent whole each time."""
     inputs = payload.inputs
     if "messages" in inputs:
-        messages = read_json_tensor(inputs["messages"])
-        roles = [message.get("role") if isinstance(message, dict) else None for message in messages]
-        # What comes before it, a system message, is often everybody's.
-        end = roles.index("user") + 1 if "user" in roles else 1
-        beginning = json.dumps(messages[:end]).encode()
-    elif "text_input" in inputs:
-        beginning = bytes(inputs["text_input"][0])[:_NUM_KEY_BYTES]
-    else:
-        beginning = inputs["input_ids"][:_NUM_KEY_IDS].tobytes()
+        return conversation_key(read_json_tensor(inputs["messages"]))
+    if "text_input" in inputs:
+        return _key(bytes(inputs["text_input"][0])[:_NUM_KEY_BYTES])
+    return _key(inputs["input_ids"][:_NUM_KEY_IDS].tobytes())
+
+
+def _key(beginning: bytes) -> str:
     return hashlib.sha256(beginning).hexdigest()[:32]
 
 

@@ -124,6 +124,7 @@ def test_the_session_header_is_the_sequence_s_id() -> None:
     end = turned.end()
     assert end is not None
     assert _header(end) == "chat-1"
+    assert _header(SequenceState("tandem", "chat-1", route="here").turn(payload)) == "here"
 
 
 def test_requests_by_themselves_go_together_when_their_prompts_begin_alike() -> None:

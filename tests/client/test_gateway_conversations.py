@@ -12,6 +12,7 @@ from tandem_client.gateway.conversations import Conversations
 from tandem_client.gateway.digests import message_digests, named_digest
 from tandem_client.gateway.errors import ApiError
 from tandem_client.payload import GenerateOptions
+from tandem_client.wire import metadata
 
 LOST = ServerError("INVALID_ARG", "sequence_id: no open sequence 'x' (never started ...); send sequence_start with ...")
 REFUSED = ServerError(
@@ -70,6 +71,22 @@ def test_a_conversation_goes_on_in_its_sequence_once_it_has_an_answer() -> None:
         assert chat.sequences == [0, 1, 1, 1]
         (_, *turns) = [request.payload.inputs["sampling_parameters"][0] for request in chat.transport.requests[1:]]
         assert all(b'"whole_conversation": true' in turn for turn in turns)
+
+    run(test)
+
+
+def test_a_conversation_keeps_its_server_behind_a_proxy_from_the_first_turn() -> None:
+    """Also when its sequence is begun anew, and when it ends."""
+
+    async def test() -> None:
+        chat = Chat(*answers(2), [LOST], *answers(3))
+        for turn in (["a"], ["a", "b", "c"], ["a", "b", "c", "d", "e"], ["x"]):
+            await chat.say(*turn)
+        await chat.conversations.close()
+        assert chat.flags == ["SE", "S", "", "S", "SE", "Ex"]
+        (*routes, other, end) = [metadata(request) for request in chat.transport.requests]
+        assert set(routes) == {end}
+        assert other != end
 
     run(test)
 

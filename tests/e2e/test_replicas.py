@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner
+from gateway_process import GatewayProcess, running_gateway
 from tandem_backend.benchmarks.replicas import ReplicaBench, render_replicas
 from tandem_backend.commands.new_model import new_model
 from tandem_backend.serving.envoy import Envoy
@@ -167,6 +168,31 @@ def test_a_session_keeps_its_replica_and_all_replicas_are_used(
     for sessions in used.values():
         for session in sessions:
             session.close()
+
+
+def test_a_conversation_over_the_gateway_keeps_its_replica_from_the_first_turn(
+    client: TandemClient, envoy: Envoy, replicas: list[TritonServer]
+) -> None:
+    with running_gateway(envoy.grpc_url, "--no-regenerate") as gateway:
+        for n in range(4):
+            messages = [{"role": "user", "content": f"{n}: {TURNS[0]}"}]
+            used, cached = set(), []
+            for text in (*TURNS[1:], ""):
+                used.add(place(envoy, replicas, lambda m=messages, c=cached: c.append(chat(gateway, m))).grpc_url)
+                messages.append({"role": "user", "content": text})
+            assert len(used) == 1
+            assert cached[0] == 0 < cached[1] < cached[2]
+
+
+def chat(gateway: GatewayProcess, messages: list[dict[str, str]]) -> int:
+    """Adds the answer to `messages`; how much of the prompt did not have to be computed."""
+    connection = http.client.HTTPConnection(gateway.address, timeout=LIMIT_S)
+    content = json.dumps({"model": "tandem", "messages": messages, "max_tokens": 4})
+    connection.request("POST", "/v1/chat/completions", content, {"content-type": "application/json"})
+    answer = json.loads(connection.getresponse().read())
+    connection.close()
+    messages.append(answer["choices"][0]["message"])
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_streams_http_and_refusals_pass_through(client: TandemClient, envoy: Envoy) -> None:

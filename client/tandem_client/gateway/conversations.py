@@ -19,6 +19,7 @@ from tandem_client.errors import ConnectionFailedError, ServerError
 from tandem_client.gateway.errors import invalid_argument
 from tandem_client.payload import GenerateOptions
 from tandem_client.types import Chunk
+from tandem_client.wire import conversation_key
 
 # Triton server and the engine count idle time from different moments; a sequence that may be gone is begun anew.
 _IDLE_MARGIN = 0.8
@@ -26,9 +27,13 @@ _IDLE_MARGIN = 0.8
 
 @dataclass(slots=True)
 class _Kept:
-    """A sequence of the model, and the digest under which its conversation is found."""
+    """A sequence of the model, and the digest under which its conversation is found.
+
+    route: that of the conversation's first turn, which was no sequence: behind a proxy its prefix is there.
+    """
 
     session: AsyncSession
+    route: str
     digest: bytes
     last_sent_s: float
     is_busy: bool = False
@@ -71,7 +76,7 @@ class Conversations:
         """
         kept = None
         if self._max_sequences and _may_continue(options) and (name or _holds_an_answer(options)):
-            kept = self._take(digests, name)
+            kept = self._take(digests, name, options)
         return ConversationAnswer(self, kept, options)
 
     async def close(self) -> None:
@@ -80,7 +85,7 @@ class Conversations:
             self._end(self._kept.popitem()[1])
         await asyncio.gather(*self._ending)
 
-    def _take(self, digests: Sequence[bytes], name: bytes | None) -> _Kept | None:
+    def _take(self, digests: Sequence[bytes], name: bytes | None, options: GenerateOptions) -> _Kept | None:
         """The sequence for a request, marked as busy; None where it is to be sent by itself."""
         candidates = reversed(digests) if name is None else (name,)
         found = next((digest for digest in candidates if digest in self._kept), None)
@@ -92,7 +97,8 @@ class Conversations:
             del self._kept[found]
             kept.digest = digest
         elif self._make_room():
-            kept = _Kept(self._client.session(), digest, self._clock())
+            route = conversation_key(options.get("messages") or ())
+            kept = _Kept(self._client.session(route=route), route, digest, self._clock())
         else:
             return None
         if self._clock() - kept.last_sent_s > self._idle_s:
@@ -118,7 +124,7 @@ class Conversations:
 
     def forget(self, kept: _Kept) -> None:
         """The next turn begins the sequence anew, under its old id: whatever the server still has of it is replaced."""
-        kept.session = self._client.session(kept.session.sequence_id)
+        kept.session = self._client.session(kept.session.sequence_id, route=kept.route)
 
     def forget_all(self) -> None:
         """The server may have been restarted, and then it knows no sequence.
