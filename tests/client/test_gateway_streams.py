@@ -12,10 +12,14 @@ from fastapi.testclient import TestClient
 from tandem_client import ServerError
 from tandem_client.gateway.app import create_app
 from tandem_client.gateway.completions import merged
+from tandem_client.gateway.connection import Connection
 from tandem_client.gateway.settings import Settings
 from tandem_client.gateway.streaming import HEARTBEAT
 from tandem_client.types import Chunk
 from tandem_client.wire import InferResponse
+from uvicorn import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tandem", "messages": [{"role": "user", "content": "Hello?"}], "stream": True}
@@ -118,6 +122,64 @@ def test_a_client_that_takes_nothing_is_dropped() -> None:
 
     asyncio.run(ask())
     assert [each.is_cancelled for each in transport.streams] == [True]
+
+
+async def large_answer(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % (32 << 20))]})
+    await send({"type": "http.response.body", "body": bytes(32 << 20)})
+
+
+@pytest.mark.parametrize("kept", ["close", "keep-alive"])
+def test_a_connection_whose_client_takes_nothing_of_a_whole_answer_is_dropped(kept: str) -> None:
+    async def ask() -> None:
+        config = Config(large_answer, lifespan="off", log_config=None, timeout_keep_alive=1)
+        settings, state = Settings(send_timeout_s=0.1), ServerState()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: Connection(settings, config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        host, port = server.sockets[0].getsockname()
+        _, writer = await asyncio.open_connection(host, port)
+        writer.write(f"GET / HTTP/1.1\r\nHost: x\r\nConnection: {kept}\r\n\r\n".encode())
+        async with asyncio.timeout(20):
+            while not state.total_requests or state.connections:
+                await asyncio.sleep(0.01)
+        writer.transport.abort()
+        server.close()
+
+    asyncio.run(ask())
+
+
+class SlowlyTaken:
+    """A transport that closes, and tells these sizes of what is unsent."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes, self.is_aborted = list(sizes), asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self.sizes.pop(0) if len(self.sizes) > 1 else self.sizes[0]
+
+    def is_closing(self) -> bool:
+        return True
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+
+
+def test_a_connection_whose_client_takes_little_is_kept_until_it_takes_nothing() -> None:
+    async def take() -> list[int]:
+        config = Config(large_answer, lifespan="off", log_config=None)
+        connection = Connection(Settings(send_timeout_s=0.01), config=config, server_state=ServerState(), app_state={})
+        transport: Any = SlowlyTaken(500, 400, 400, 300, 300, 200, 200, 200)
+        connection.transport, connection.flow = transport, FlowControl(transport)
+        connection.pause_writing()
+        connection.resume_writing()  # little is left, and may stay for ever
+        async with asyncio.timeout(20):
+            await transport.is_aborted.wait()
+        sizes: list[int] = transport.sizes
+        return sizes
+
+    assert asyncio.run(take()) == [200]
 
 
 def test_several_prompts_are_several_choices() -> None:

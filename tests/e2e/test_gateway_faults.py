@@ -36,7 +36,9 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 
 @pytest.fixture(scope="module")
 def gateway(server: Any) -> Iterator[GatewayProcess]:
-    with running_gateway(server.grpc_url, "--body-timeout-s", "1", "--no-regenerate") as process:
+    with running_gateway(
+        server.grpc_url, "--body-timeout-s", "1", "--head-timeout-s", "1", "--no-regenerate"
+    ) as process:
         yield process
 
 
@@ -54,9 +56,13 @@ def post(gateway: GatewayProcess, content: bytes, **headers: str) -> tuple[int, 
     return reply.status, {name.lower(): value for name, value in reply.getheaders()}, json.loads(text)
 
 
-def raw(gateway: GatewayProcess, head: str, content: bytes = b"") -> socket.socket:
+def opened(gateway: GatewayProcess) -> socket.socket:
     host, port = gateway.address.split(":")
-    connection = socket.create_connection((host, int(port)), timeout=30)
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def raw(gateway: GatewayProcess, head: str, content: bytes = b"") -> socket.socket:
+    connection = opened(gateway)
     connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: gateway\r\n{head}\r\n\r\n".encode() + content)
     return connection
 
@@ -98,6 +104,51 @@ def test_odd_bodies(gateway: GatewayProcess, head: str, content: bytes, status: 
     with raw(gateway, head, content) as connection:
         assert connection.recv(4096).startswith(f"HTTP/1.1 {status} ".encode())
     assert post(gateway, body())[0] == 200
+
+
+def answered(connection: socket.socket) -> bytes:
+    """All that the gateway sends until it closes."""
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    return received
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", None),
+        (b"GET /health HTTP/1.1\r\nHost: gate", "head_timeout"),
+        (b"GET /health HTTP/1.1\r\nHost: gateway\r\nX-Long: " + b"x" * (65 << 10), "headers_too_large"),
+        (b"GET / HTTP/9.9\r\n\r\n", "invalid_http"),
+    ],
+)
+def test_odd_heads(gateway: GatewayProcess, content: bytes, code: str | None) -> None:
+    with opened(gateway) as connection:
+        connection.sendall(content)
+        reply = answered(connection)
+    assert reply == b"" if code is None else json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == code
+    assert post(gateway, body())[0] == 200
+
+
+def trickle(connection: socket.socket) -> None:
+    for _ in range(200):
+        time.sleep(0.1)
+        connection.sendall(b"x")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        f"GET /health HTTP/1.1\r\nHost: gateway\r\nX: {'x' * 100}",
+        f"POST {CHAT} HTTP/1.1\r\nHost: gateway\r\nContent-Length: 99999999\r\n\r\n{'x' * 100}",  # already refused
+    ],
+)
+def test_who_sends_a_byte_at_a_time_is_cut_off(gateway: GatewayProcess, head: str) -> None:
+    with opened(gateway) as connection:
+        connection.sendall(head.encode())
+        with pytest.raises((ConnectionResetError, BrokenPipeError)):
+            trickle(connection)
 
 
 def test_a_model_that_is_loaded_anew_is_used_again(small_server: TritonServer) -> None:

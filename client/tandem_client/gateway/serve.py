@@ -3,10 +3,12 @@
 
 import signal
 import sys
+from functools import partial
 
 import uvicorn
 
 from tandem_client.gateway.app import create_app
+from tandem_client.gateway.connection import Connection
 from tandem_client.gateway.settings import Settings
 from tandem_client.gateway.stateful import StatefulHooks
 
@@ -18,6 +20,8 @@ def serve(settings: Settings, hooks: StatefulHooks) -> None:
         create_app(settings, hooks),
         host=settings.host,
         port=settings.port,
+        http=partial(Connection, settings),  # type: ignore[arg-type]  # called like a class
+        ws="none",
         timeout_graceful_shutdown=max(int(settings.drain_s), 1),
         access_log=False,
         server_header=False,

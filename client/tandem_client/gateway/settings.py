@@ -34,6 +34,7 @@ class Settings(BaseSettings):
     page: bool = Field(True, description="serve the live page at /")
     cors_origins: tuple[str, ...] = Field((), description="origins whose pages may call the API; off by default")
     max_body_bytes: int = Field(4 << 20, ge=1024, description="largest request body")
+    head_timeout_s: Seconds = Field(10.0, description="a request's line and headers must have come within so long")
     body_timeout_s: Seconds = Field(30.0, description="a body must have come within so long")
     max_requests: int = Field(512, ge=1, description="requests of all callers at once; more get 503")
     heartbeat_s: Seconds = Field(10.0, description="a stream that is silent for so long sends a comment")
