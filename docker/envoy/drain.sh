@@ -4,7 +4,7 @@
 #
 #   drain.sh SECONDS [ADMIN_PORT]
 #
-# Envoy's image has no curl. The exit status is 0 also where there is nothing to drain any more: the stop has to go on.
+# Envoy's image has no curl. The exit status is 0 also where Envoy has gone or does not answer: the stop has to go on.
 set -euo pipefail
 
 seconds=${1:?SECONDS is missing}
@@ -14,7 +14,7 @@ port=${2:-9901}
 admin() (
     exec 3<> "/dev/tcp/127.0.0.1/$port"
     printf '%s %s HTTP/1.1\r\nHost: envoy\r\nConnection: close\r\nContent-Length: 0\r\n\r\n' "$1" "$2" >&3
-    cat <&3
+    timeout 5 cat <&3
 )
 is_busy() { admin GET '/stats?filter=downstream_rq_active' | grep -E '^http\.(grpc|http)\.downstream_rq_active: [1-9]'; } > /dev/null
 
