@@ -14,7 +14,7 @@ from fastapi.testclient import TestClient
 from starlette.datastructures import Headers
 from tandem_client.gateway.access import Access, add_key, hash_key, read_keys
 from tandem_client.gateway.app import create_app
-from tandem_client.gateway.command import gateway_key
+from tandem_client.gateway.command import gateway, gateway_key
 from tandem_client.gateway.errors import ApiError
 from tandem_client.gateway.options import joined_salt
 from tandem_client.gateway.settings import Settings
@@ -149,12 +149,20 @@ def test_without_a_token_there_is_no_admin(opened: Open) -> None:
     assert client.get("/metrics").status_code == 200
 
 
+def test_an_empty_token_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_GATEWAY_ADMIN_TOKEN", "")
+    result = CliRunner().invoke(gateway, [])
+    assert result.exit_code == 2
+    assert "admin_token: " in result.output
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ('{"keys": [{"name": "a", "sha256": "abc"}]}', "keys.0.sha256"),
         ('{"keys": [], "more": 1}', "more"),
-        (json.dumps({"keys": [{"name": "a", "sha256": digit * 64} for digit in "01"]}), "twice"),
+        (json.dumps({"keys": [{"name": "a", "sha256": digit * 64} for digit in "01"]}), "the name 'a' is there twice"),
+        (json.dumps({"keys": [{"name": name, "sha256": "0" * 64} for name in "ab"]}), "the sha256 '0+' is there twice"),
     ],
 )
 def test_a_wrong_keys_file_is_refused(keys_file: Path, content: str, message: str) -> None:

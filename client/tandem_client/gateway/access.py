@@ -65,10 +65,11 @@ def read_keys(path: Path) -> list[Key]:
         first = error.errors(include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ValueError(f"{path}: {where}: {first['msg']}") from error
-    names = Counter(key.name for key in keys)
-    twice = [name for name, count in names.items() if count > 1]
-    if twice:
-        raise ValueError(f"{path}: the name {twice[0]!r} is there twice")
+    for what in ("name", "sha256"):  # of one hash, the last one's limits would count
+        found = Counter(getattr(key, what) for key in keys)
+        twice = [value for value, count in found.items() if count > 1]
+        if twice:
+            raise ValueError(f"{path}: the {what} {twice[0]!r} is there twice")
     return keys
 
 

@@ -30,7 +30,9 @@ class Settings(BaseSettings):
     models: tuple[str, ...] = Field((DEFAULT_MODEL,), min_length=1, description="the backend's models to serve")
     model_aliases: dict[str, str] = Field({}, description="further names of the backend's models, by alias")
     keys_file: Path | None = Field(None, description="file of `tandem gateway-key`; without one no key is asked for")
-    admin_token: SecretStr | None = Field(None, description="opens /admin and, where set, is asked for at /metrics")
+    admin_token: Annotated[SecretStr, Field(min_length=1)] | None = Field(
+        None, description="opens /admin and, where set, is asked for at /metrics"
+    )
     page: bool = Field(True, description="serve the live page at /")
     cors_origins: tuple[str, ...] = Field((), description="origins whose pages may call the API; off by default")
     max_body_bytes: int = Field(4 << 20, ge=1024, description="largest request body")
