@@ -4,11 +4,14 @@
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from gateway_process import GatewayProcess, running_gateway
+from tandem_client.gateway.journal_file import read
 from triton_calls import metrics, wait_until
 
 QUESTION: Any = [{"role": "user", "content": "What does json.dumps do?"}]
@@ -211,3 +214,28 @@ def test_sigterm_drains(server: Any) -> None:
             chat(client.with_options(max_retries=0))
         assert list(stream)[-1].choices[0].finish_reason == "length"
         assert process.wait() == 0
+
+
+def test_what_has_not_ended_at_the_end_of_draining_is_told_so_and_journaled(server: Any, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.sqlite"
+    with (
+        running_gateway(server.grpc_url, "--drain-s", "0.5", "--journal", str(journal)) as process,
+        openai.OpenAI(base_url=f"{process.url}/v1", api_key="-", max_retries=0) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        whole = pool.submit(chat, client, **LONG)
+        stream = iter(chat(client, stream=True, **LONG))
+        next(stream)
+        wait_until(lambda: num_active(server) == 2)
+        process.terminate()
+        with pytest.raises(openai.APIError, match="shuts down"):
+            list(stream)
+        with pytest.raises(openai.InternalServerError) as caught:
+            whole.result()
+        assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "1")
+        assert process.wait() == 0
+    rows = read(journal, {}, None)
+    assert sorted((row["status"], row["is_streaming"], row["error"]) for row in rows) == [
+        (200, True, "ApiError"),
+        (503, False, "ApiError"),
+    ]

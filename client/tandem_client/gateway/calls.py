@@ -10,9 +10,11 @@ from uuid import uuid4
 from tandem_client.aio import AsyncGeneration
 from tandem_client.gateway.backend import Backend
 from tandem_client.gateway.conversations import ConversationAnswer
-from tandem_client.gateway.errors import invalid_argument
+from tandem_client.gateway.errors import invalid_argument, unavailable
 from tandem_client.payload import GenerateOptions
 from tandem_client.types import Chunk, Usage
+
+SHUTDOWN_RETRY_S = 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +41,11 @@ class Call:
     error: str | None = None  # how it failed: the exception's name; "cancelled": the client has left
     first_token_ns: int = 0
     ended_ns: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether each of its answers has ended."""
+        return len(self.finish_reasons) >= ((self.options.get("sampling") or {}).get("n") or 1)
 
     def note(self, chunk: Chunk) -> None:
         """Take note of a chunk on its way to the client."""
@@ -76,6 +83,14 @@ class Calls:
 
     def __init__(self, backend: Backend, hooks: Hooks, on_end: Callable[[Call], None]) -> None:
         self._backend, self._hooks, self._on_end = backend, hooks, on_end
+        self._running: set[AsyncGeneration | ConversationAnswer] = set()
+        self._has_ended = False
+
+    def end(self) -> None:
+        """End what runs, and what would begin from now on, with an error: the gateway shuts down."""
+        self._has_ended = True
+        for generation in self._running:
+            generation.close()
 
     async def chunks(self, call: Call) -> AsyncGenerator[Chunk, None]:
         """The chunks of `call`. Closing it cancels the backend request. Raises TandemClientError and ApiError."""
@@ -85,15 +100,21 @@ class Calls:
             generation = self._hooks.generation(call, self._backend)
             if generation is None:
                 generation = self._alone(call)
+            self._running.add(generation)
+            if self._has_ended:
+                generation.close()
             async for chunk in generation:
                 call.note(chunk)
                 self._hooks.chunk(call, chunk)
                 yield chunk
+            if not call.is_complete:  # only `end` makes it stop short without an error
+                raise unavailable("the gateway shuts down", SHUTDOWN_RETRY_S)
         except BaseException as error:
             call.error = "cancelled" if _is_leaving(error) else type(error).__name__
             raise
         finally:
             if generation is not None:
+                self._running.discard(generation)
                 generation.close()
             call.ended_ns = time.time_ns()
             self._hooks.ended(call)
