@@ -6,11 +6,14 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from deployments import DOCKER, ROOT
 
+STEPS = ("start", "ready", "stream", "cancel", "gateway", "unload", "stop", "passed")
 TANDEM = Path(sys.executable).parent / "tandem"
 
 
@@ -22,21 +25,39 @@ def _free_ports(number: int) -> list[int]:
     return ports
 
 
-def _smoke(tandem: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-    http, grpc, metrics = _free_ports(3)
+@contextmanager
+def _gateway(tandem: Path, grpc: int, port: int) -> Iterator[None]:
+    """A gateway as its image starts it, with the settings of compose."""
+    settings = {"BACKEND_URL": f"127.0.0.1:{grpc}", "HOST": "127.0.0.1", "PORT": str(port), "DRAIN_S": "30"}
+    env = {f"TANDEM_GATEWAY_{name}": value for name, value in settings.items()}
+    process = subprocess.Popen([tandem, "gateway"], env=os.environ | env, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def _smoke(tandem: Path, *arguments: str, gateway: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """smoke.sh with a server of one `tandem`, and with the gateway of another."""
+    http, grpc, metrics, port = _free_ports(4)
     ports = (f"--http-port={http}", f"--grpc-port={grpc}", f"--metrics-port={metrics}")
     serve = (str(tandem), "serve", f"--model-repository={ROOT / 'model_repository'}", *ports, *arguments)
     where = {"SMOKE_HTTP": f"127.0.0.1:{http}", "SMOKE_METRICS": f"127.0.0.1:{metrics}", "SMOKE_READY_S": "120"}
     command = [DOCKER / "smoke.sh", *serve]
-    return subprocess.run(command, env=os.environ | where | env, capture_output=True, text=True, check=False)
+    with ExitStack() as stack:
+        if gateway is not None:
+            where["SMOKE_GATEWAY"] = f"127.0.0.1:{port}"
+            stack.enter_context(_gateway(gateway, grpc, port))
+        return subprocess.run(command, env=os.environ | where | env, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.timeout(180)
 def test_a_server_that_works_passes() -> None:
-    result = _smoke(TANDEM, "--exit-timeout=5")
+    result = _smoke(TANDEM, "--exit-timeout=5", gateway=TANDEM)
     steps = [line for line in result.stdout.splitlines() if line.startswith("smoke: ")]
     assert result.returncode == 0, result.stderr
-    assert steps == [f"smoke: {step}" for step in ("start", "ready", "stream", "cancel", "unload", "stop", "passed")]
+    assert steps == [f"smoke: {step}" for step in STEPS]
 
 
 @pytest.mark.timeout(60)
@@ -67,13 +88,16 @@ def _run(*command: str | Path, **env: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_images_scripts_make_a_server_that_passes(tmp_path: Path) -> None:
-    """The Dockerfile's own steps: Tandem as wheels in a new environment, and what it takes of a Triton server.
+    """The Dockerfile's own steps: Tandem as wheels in new environments, and what it takes of a Triton server.
 
     The server is the wheel's, laid out as NVIDIA's image has it. Docker, its base images and apt have no part in this.
     """
     venv, image, server = tmp_path / "venv", tmp_path / "image", tmp_path / "opt" / "tritonserver"
     python = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
+    gateway = tmp_path / "gateway"
     _run(DOCKER / "install.sh", venv, "backend", "server", PYTHON=str(python))
+    _run(DOCKER / "install.sh", gateway, "gateway", PYTHON=str(python))
+    assert not list((gateway / "lib" / python.name / "site-packages").glob("torch*"))
     packages = venv / "lib" / python.name / "site-packages"
     assert not list(packages.glob("__editable__*"))
     assert (packages / "tandem_backend" / "commands" / "health.py").is_file()
@@ -87,5 +111,10 @@ def test_the_images_scripts_make_a_server_that_passes(tmp_path: Path) -> None:
     shutil.rmtree(packages / "nvidia_pytriton.libs")
 
     libraries = str(server / "libraries")
-    result = _smoke(venv / "bin" / "tandem", "--exit-timeout=5", f"--triton-server={server}", LD_LIBRARY_PATH=libraries)
+    result = _smoke(
+        *(venv / "bin" / "tandem", "--exit-timeout=5", f"--triton-server={server}"),
+        gateway=gateway / "bin" / "tandem",
+        LD_LIBRARY_PATH=libraries,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
+    assert "smoke: gateway\n" in result.stdout
