@@ -11,6 +11,7 @@ from fake_transport import FINAL, AsyncFakeTransport, FakeStream, Script, answer
 from fastapi.testclient import TestClient
 from tandem_client import ServerError
 from tandem_client.gateway.app import create_app
+from tandem_client.gateway.calls import Call
 from tandem_client.gateway.completions import merged
 from tandem_client.gateway.connection import Connection
 from tandem_client.gateway.settings import Settings
@@ -180,6 +181,62 @@ def test_a_connection_whose_client_takes_little_is_kept_until_it_takes_nothing()
         return sizes
 
     assert asyncio.run(take()) == [200]
+
+
+class FallingSilent(FakeStream):
+    """Waits for ever at the end of its script, until it is cancelled, as gRPC's streams do."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self._cancelled = asyncio.Event()
+
+    async def __anext__(self) -> InferResponse:
+        try:
+            return await super().__anext__()
+        except StopAsyncIteration:
+            await self._cancelled.wait()
+            raise asyncio.CancelledError from None
+
+    def cancel(self) -> None:
+        super().cancel()
+        self._cancelled.set()
+
+
+class FallingSilentTransport(AsyncFakeTransport):
+    """Falls silent in each request that there is a script for."""
+
+    def send(self, request: Any) -> FakeStream:
+        if not self.scripts:
+            return super().send(request)
+        self.streams.append(FallingSilent(self.scripts.pop(0)))
+        return self.streams[-1]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("name", [None, "a conversation"])
+def test_an_answer_that_falls_silent_ends_with_an_error(stream: bool, name: str | None) -> None:
+    transport = FallingSilentTransport([response("x", [1])])
+    headers = {} if name is None else {"X-Tandem-Session": name}
+    with TestClient(create_app(Settings(stall_s=0.05), transport=transport)) as client:  # type: ignore[arg-type]
+        reply = client.post(CHAT, json={**BODY, "stream": stream}, headers=headers)
+    assert reply.status_code == (200 if stream else 503)
+    assert '"message": "nothing came for 0.05 s"' in reply.text
+    assert reply.text.endswith("data: [DONE]\n\n") == stream
+    assert transport.streams[0].is_cancelled
+
+
+def test_a_client_that_takes_its_time_is_no_silence_of_the_backend() -> None:
+    async def take() -> list[str]:
+        app = create_app(Settings(stall_s=0.02), transport=AsyncFakeTransport(answer("Hi", " there")))  # type: ignore[arg-type]
+        async with app.router.lifespan_context(app):
+            options: Any = {"messages": BODY["messages"]}
+            texts = []
+            async for chunk in app.state.gateway.calls.chunks(Call(endpoint="chat", model="tandem", options=options)):
+                texts.append(chunk.text)
+                await asyncio.sleep(0.1)
+            return texts
+
+    assert asyncio.run(take()) == ["Hi", " there"]
 
 
 def test_several_prompts_are_several_choices() -> None:

@@ -26,7 +26,7 @@ class Gateway:
         self.settings, self.hooks = settings, hooks
         self.access, self.metrics = Access(settings), Metrics()
         self.backend = Backend(transport, settings.models, settings.model_aliases, settings.retry_after_s)
-        self.calls = Calls(self.backend, hooks, self.metrics.ended)
+        self.calls = Calls(self.backend, hooks, self.metrics.ended, settings.stall_s)
 
 
 def create_app(

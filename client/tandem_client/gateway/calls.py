@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls: where a request of the API becomes a request of the backend, and where that ends. Nothing else sends one."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,10 @@ from tandem_client.gateway.errors import invalid_argument, unavailable
 from tandem_client.payload import GenerateOptions
 from tandem_client.types import Chunk, Usage
 
-SHUTDOWN_RETRY_S = 1
+Generation = AsyncGeneration | ConversationAnswer
+
+RETRY_S = 1
+_NUM_LOOKS = 4  # that find nothing new in `stall_s`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +68,7 @@ class Hooks:
     async def prepare(self, call: Call) -> None:
         """Before it is sent: the sampling decision may change `call.options` and `call.sampling_mode`."""
 
-    def generation(self, call: Call, backend: Backend) -> AsyncGeneration | ConversationAnswer | None:
+    def generation(self, call: Call, backend: Backend) -> Generation | None:
         """The backend request in a sequence that is chosen here; None: in one of its own."""
         return None
 
@@ -78,12 +82,54 @@ class Hooks:
         """The gateway stops; the backend can still be asked."""
 
 
-class Calls:
-    """Runs calls against a backend. `on_end` is told of each once, after the hooks."""
+class Watch:
+    """Closes a generation that had begun and then was silent for `stall_s`. Costs a chunk no more than additions.
 
-    def __init__(self, backend: Backend, hooks: Hooks, on_end: Callable[[Call], None]) -> None:
-        self._backend, self._hooks, self._on_end = backend, hooks, on_end
-        self._running: set[AsyncGeneration | ConversationAnswer] = set()
+    A chunk that comes is a step, and so is the client's taking it, for which nobody is to blame here.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._timer: asyncio.TimerHandle | None = None
+        self.num_steps = self._num_seen = self._num_looks = 0
+        self.has_stalled = False
+
+    def begin(self, generation: Generation) -> None:
+        self._num_seen = self.num_steps
+        self._num_looks = 0
+        self._look_later(generation)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look_later(self, generation: Generation) -> None:
+        pause_s = self._stall_s / _NUM_LOOKS
+        self._timer = asyncio.get_running_loop().call_later(pause_s, self._look, generation)
+
+    def _look(self, generation: Generation) -> None:
+        is_waiting_for_more = self.num_steps > 0 and self.num_steps % 2 == 0
+        if not is_waiting_for_more or self.num_steps != self._num_seen:
+            self.begin(generation)
+            return
+        self._num_looks += 1
+        if self._num_looks < _NUM_LOOKS:
+            self._look_later(generation)
+        else:
+            self.has_stalled = True
+            generation.close()
+
+
+class Calls:
+    """Runs calls against a backend. `on_end` is told of each once, after the hooks.
+
+    An answer that had begun and then is silent for `stall_s` ends with an error: of a stub that was killed, Triton
+    server ends no stream.
+    """
+
+    def __init__(self, backend: Backend, hooks: Hooks, on_end: Callable[[Call], None], stall_s: float) -> None:
+        self._backend, self._hooks, self._on_end, self._stall_s = backend, hooks, on_end, stall_s
+        self._running: set[Generation] = set()
         self._has_ended = False
 
     def end(self) -> None:
@@ -94,7 +140,8 @@ class Calls:
 
     async def chunks(self, call: Call) -> AsyncGenerator[Chunk, None]:
         """The chunks of `call`. Closing it cancels the backend request. Raises TandemClientError and ApiError."""
-        generation: AsyncGeneration | ConversationAnswer | None = None
+        generation: Generation | None = None
+        watch = Watch(self._stall_s)
         try:
             await self._hooks.prepare(call)
             generation = self._hooks.generation(call, self._backend)
@@ -103,16 +150,21 @@ class Calls:
             self._running.add(generation)
             if self._has_ended:
                 generation.close()
+            watch.begin(generation)
             async for chunk in generation:
+                watch.num_steps += 1
                 call.note(chunk)
                 self._hooks.chunk(call, chunk)
                 yield chunk
-            if not call.is_complete:  # only `end` makes it stop short without an error
-                raise unavailable("the gateway shuts down", SHUTDOWN_RETRY_S)
+                watch.num_steps += 1
+            if not call.is_complete:  # only the watch and `end` make it stop short without an error
+                why = f"nothing came for {self._stall_s:g} s" if watch.has_stalled else "the gateway shuts down"
+                raise unavailable(why, RETRY_S)
         except BaseException as error:
             call.error = "cancelled" if _is_leaving(error) else type(error).__name__
             raise
         finally:
+            watch.end()
             if generation is not None:
                 self._running.discard(generation)
                 generation.close()

@@ -41,6 +41,7 @@ class Settings(BaseSettings):
     max_requests: int = Field(512, ge=1, description="requests of all callers at once; more get 503")
     heartbeat_s: Seconds = Field(10.0, description="a stream that is silent for so long sends a comment")
     request_timeout_s: Seconds = Field(600.0, description="limit of one answer; then it ends with what it has")
+    stall_s: Seconds = Field(20.0, description="an answer that goes silent for so long ends with an error")
     send_timeout_s: Seconds = Field(60.0, description="a client that takes nothing for so long is dropped")
     drain_s: Seconds = Field(60.0, description="at SIGTERM running answers get so long to end")
     max_sequences: int = Field(
