@@ -10,7 +10,7 @@ from triton_calls import MODEL_REPOSITORY
 
 IDLE_S = 3
 NUM_CANDIDATES = 6
-LIMITS = {"max_active": 2, "max_queued": 2, "max_sessions": 4, "queue_timeout_s": 3, "max_failed_rounds": 2}
+LIMITS = {"max_active": 2, "max_queued": 2, "max_sessions": 4, "queue_timeout_s": 8, "max_failed_rounds": 2}
 ADMIN_TOKEN = "the admin of the tests"
 FAULT = 8000  # a token id that makes every round fail that reads it
 

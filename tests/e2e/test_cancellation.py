@@ -15,7 +15,7 @@ from triton_calls import wait_until_free as wait_until_all_is_free
 
 # Would run for many seconds.
 LONG = {"text_input": PROMPT, "max_tokens": 4000, "sampling_parameters": '{"ignore_eos": true, "drafter": "none"}'}
-OTHER = {"text_input": PROMPT, "max_tokens": 600, "sampling_parameters": EXACTLY}
+OTHER = {"text_input": PROMPT, "max_tokens": 300, "sampling_parameters": EXACTLY}
 NUM_STREAMS = 32
 
 
@@ -93,7 +93,7 @@ def test_who_leaves_frees_all_and_spares_others(small_server: Any, leave: Callab
         others = other.responses()
         first = next(others)
         leave(small_server)
-        # Far sooner than its 4,000 tokens: the other one's 600 are not over yet, or just.
+        # Far sooner than its 4,000 tokens: the other one's 300 are not over yet, or just.
         assert Answer([first, *others]) == expected
     wait_until_all_is_free(small_server)
     wait_until(lambda: metrics(small_server)['tandem_requests_total{outcome="cancelled"}'] == cancelled + 1)
@@ -133,7 +133,7 @@ def test_a_client_that_does_not_read_holds_up_nobody(server: Any) -> None:
     """Not the engine, not the front, not another stream: what it does not read waits outside of them."""
     expected = ask(server, **OTHER)
     host, port = server.http_url.split(":")
-    body = {"text_input": PROMPT, "max_tokens": 4000, "ignore_eos": True, "stream": True, "return_logprobs": True}
+    body = {"text_input": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": True, "return_logprobs": True}
     content = json.dumps(body)
     readers = []
     for _ in range(4):

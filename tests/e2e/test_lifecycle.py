@@ -29,6 +29,7 @@ from triton_calls import (
     ask,
     metrics,
     post,
+    wait_until,
 )
 from tritonclient.utils import InferenceServerException
 
@@ -47,13 +48,6 @@ def stub(server_pid: int, model: str) -> psutil.Process:
         and any(argument.endswith(f"/{model}/1/model.py") for argument in process.cmdline())
     ]
     return max(found, key=psutil.Process.create_time)
-
-
-def wait_until(condition: Callable[[], object], timeout_s: float) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "did not happen in time"
-        time.sleep(0.1)
 
 
 @contextmanager
@@ -88,15 +82,15 @@ def regions(server: TritonServer) -> list[Path]:
 
 @pytest.mark.timeout(2 * READY_S)
 def test_reload_under_load_then_a_killed_server(tmp_path: Path) -> None:
-    request = {"text_input": PROMPT, "max_tokens": 600, "sampling_parameters": EXACTLY}
+    request = {"text_input": PROMPT, "max_tokens": 300, "sampling_parameters": EXACTLY}
     with TritonServer(MODEL_REPOSITORY, log_path=tmp_path / "server.log") as server:
-        wait_until(lambda: num_ended(server) == 1, 5)  # the warm-up
+        wait_until(lambda: num_ended(server) == 1)  # the warm-up
         expected = ask(server, **request)
         with GrpcStream(server.grpc_url) as stream:
             stream.send(stream=True, **request, **FULL_ANSWER)
             responses = stream.responses()
             first = next(responses)
-            body = {"text_input": PROMPT, "max_tokens": 600, "ignore_eos": True}
+            body = {"text_input": PROMPT, "max_tokens": 300, "ignore_eos": True}
             with in_background(lambda: post(server.http_url, "generate", body)) as by_http:
                 server.api.unload("tandem")
                 with pytest.raises(InferenceServerException, match="unknown model: 'tandem'"):
@@ -121,9 +115,9 @@ def test_reload_under_load_then_a_killed_server(tmp_path: Path) -> None:
             overlapping = metrics(server)
         assert overlapping["tandem_num_active"] == 8
         assert 'tandem_num_active{overlap="1"}' in overlapping
-        wait_until(lambda: "tandem_num_active" not in metrics(server), 10)  # the older one's series went with it
+        wait_until(lambda: "tandem_num_active" not in metrics(server))  # the older one's series went with it
         assert ask(server, **request) == expected
-        wait_until(lambda: metrics(server)['tandem_requests_total{outcome="length",overlap="1"}'] == 2, 5)
+        wait_until(lambda: metrics(server)['tandem_requests_total{outcome="length",overlap="1"}'] == 2)
 
         stubs = psutil.Process(server.pid).children(recursive=True)
         os.kill(server.pid, signal.SIGKILL)
@@ -148,7 +142,7 @@ def test_shutdown_drains_then_answers_the_rest(tmp_path: Path) -> None:
             endless.send(stream=True, **LONG)
             running = endless.responses()
             next(running)
-            wait_until(lambda: metrics(server)["tandem_num_active"] >= 2, timeout_s=5)  # the one over HTTP runs too
+            wait_until(lambda: metrics(server)["tandem_num_active"] >= 2)  # the one over HTTP runs too
             ending.send(stream=True, **short, **FULL_ANSWER)
             answer = ending.responses()
             first = next(answer)
@@ -186,10 +180,10 @@ def test_an_idle_stream_costs_a_shutdown_no_state(tmp_path: Path) -> None:
     assert regions(server) == []
 
 
-def generates(url: str) -> bool:
+def generates(url: str, timeout_s: float = 30) -> bool:
     """Whether the front, and the engine behind it, answer."""
     try:
-        status, _ = post(url, "generate", {"text_input": PROMPT, "max_tokens": 2}, timeout_s=5)
+        status, _ = post(url, "generate", {"text_input": PROMPT, "max_tokens": 2}, timeout_s)
     except OSError:
         return False
     return status == 200
@@ -211,7 +205,7 @@ def test_serve_revives_what_is_dead_or_stuck() -> None:
         assert generates(url)
 
         stub(server.pid, "tandem").kill()
-        assert not generates(url)
+        assert not generates(url, timeout_s=3)
         assert _wait_for(lines, r"tandem: (.*) loaded anew") == "tandem, tandem_generate"
         wait_until(lambda: generates(url), READY_S)
 

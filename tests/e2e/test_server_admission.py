@@ -83,7 +83,7 @@ def test_a_full_queue_answers_at_once_with_a_hint_and_disturbs_nobody(small_serv
 
 def test_waiting_for_too_long_ends_with_unavailable(small_server: Any, busy: Busy) -> None:
     with pytest.raises(
-        InferenceServerException, match=r"\[UNAVAILABLE\] queue_timeout_s: waited for 3 s; retry after "
+        InferenceServerException, match=r"\[UNAVAILABLE\] queue_timeout_s: waited for 8 s; retry after "
     ):
         ask(small_server, **SHORT)
 

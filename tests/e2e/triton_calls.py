@@ -74,7 +74,7 @@ class GrpcStream:
             timeout=timeout_us,
         )
 
-    def responses(self, request_id: str = "", timeout_s: float = 30.0) -> Iterator["Response"]:
+    def responses(self, request_id: str = "", timeout_s: float = 60.0) -> Iterator["Response"]:
         """The request's data responses up to FINAL. Raises InferenceServerException for an error response."""
         while True:
             kept = self._kept.get(request_id)
@@ -87,7 +87,7 @@ class GrpcStream:
             if result.get_response().parameters["triton_final_response"].bool_param:
                 return
 
-    def responses_of_one_message(self, timeout_s: float = 30.0) -> list["Response"]:
+    def responses_of_one_message(self, timeout_s: float = 60.0) -> list["Response"]:
         """The data response of the next message of this stream, whoever's it is; none for a mere FINAL flag."""
         result = self._receive(timeout_s)
         return [Response(result)] if result.get_response().outputs else []
@@ -148,7 +148,7 @@ def ask(server: Any, **request: Any) -> Answer:
         return stream.answer(**request)
 
 
-def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 30.0) -> tuple[int, Any]:
+def post(url: str, path: str, body: dict[str, Any], timeout_s: float = 60.0) -> tuple[int, Any]:
     """POST to tandem_generate: status and JSON for `generate`, status and list of events for `generate_stream`."""
     connection = http.client.HTTPConnection(url, timeout=timeout_s)
     connection.request("POST", f"/v2/models/tandem_generate/{path}", json.dumps(body))
@@ -177,7 +177,7 @@ def metrics(server: Any) -> dict[str, float]:
     return found
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     """Fails the test if the condition does not come true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
