@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From warm-up to the last answer: reloads, shutdowns and deaths of a real Triton server with requests running."""
 
+import http.client
 import os
 import queue
 import re
@@ -12,7 +13,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from tritonclient.utils import InferenceServerException
 
 TANDEM = Path(sys.executable).parent / "tandem"
 READY_S = 90
+NUM_HTTP_THREADS = 8  # Triton server's default
 # Runs for six seconds where nothing else does.
 LONG = {"text_input": PROMPT, "max_tokens": 4000, "sampling_parameters": '{"ignore_eos": true, "draft": "off"}'}
 
@@ -76,6 +78,33 @@ def num_ended(server: TritonServer) -> float:
     return sum(float(value) for value in re.findall(r"^tandem_requests_total\{.*\} (\S+)$", text, re.MULTILINE))
 
 
+def status_of_live(connection: http.client.HTTPConnection) -> int:
+    connection.request("GET", "/v2/health/live")
+    with connection.getresponse() as response:
+        response.read()
+        return response.status
+
+
+def model_state(server: TritonServer, model: str) -> str:
+    return next(str(found.get("state")) for found in server.api.models() if found["name"] == model)
+
+
+def load_while_clients_ask(server: TritonServer) -> None:
+    """No thread of the server that open connections need waits for the end of the load."""
+    with ExitStack() as stack:
+        connections = [
+            http.client.HTTPConnection(server.http_url, timeout=READY_S) for _ in range(2 * NUM_HTTP_THREADS)
+        ]
+        for connection in connections:
+            stack.enter_context(closing(connection))
+            assert status_of_live(connection) == 200
+        loaded = stack.enter_context(in_background(lambda: server.api.load("tandem", READY_S)))
+        wait_until(lambda: model_state(server, "tandem") == "LOADING", 10)
+        assert {status_of_live(connection) for connection in connections} == {200}
+        assert model_state(server, "tandem") == "LOADING"
+        assert loaded.get(timeout=READY_S) is None
+
+
 def regions(server: TritonServer) -> list[Path]:
     return list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
 
@@ -101,7 +130,7 @@ def test_reload_under_load_then_a_killed_server(tmp_path: Path) -> None:
                 if status == 200:
                     assert answer["text_output"] == PROMPT + expected.text
         assert "error" in post(server.http_url, "generate", {"text_input": PROMPT, "max_tokens": 1})[1]
-        server.api.load("tandem", READY_S)
+        load_while_clients_ask(server)
         assert ask(server, **request) == expected
         assert post(server.http_url, "generate", body)[1]["text_output"] == PROMPT + expected.text
 

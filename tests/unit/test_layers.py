@@ -37,7 +37,7 @@ OURS = ("tandem_backend", "tandem_kernels", "tandem_client")
 CONFINED = {
     "triton": (KERNELS, "tests.kernels.gpu"),
     "triton_python_backend_utils": (SERVING,),
-    "tritonclient": ("tandem_client", "tests.client", "tests.e2e"),
+    "tritonclient": ("tandem_client", "tandem_backend.serving.server_api", "tests.client", "tests.e2e"),
 }
 
 

@@ -25,7 +25,7 @@ def health(http_url: str, metrics_url: str, models: tuple[str, ...], heartbeat_t
 
     Triton server's own endpoints keep saying 200 when a model's process is dead or stuck; the heartbeat does not.
     """
-    faults = _faults(ServerApi(http_url, metrics_url, key=None), models, heartbeat_timeout)
+    faults = _faults(ServerApi(http_url, metrics_url), models, heartbeat_timeout)
     for fault in faults:
         click.echo(fault, err=True)
     sys.exit(1 if faults else 0)

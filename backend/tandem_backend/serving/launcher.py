@@ -112,7 +112,8 @@ class TritonServer:
         ports = choose_ports(self._host, self._ports)
         reachable = "127.0.0.1" if self._host == "0.0.0.0" else self._host
         self.http_url, self.grpc_url, self.metrics_url = (f"{reachable}:{port}" for port in ports.values())
-        self.api = ServerApi(self.http_url, self.metrics_url, self._repository_key or secrets.token_hex(16))
+        key = self._repository_key or secrets.token_hex(16)
+        self.api = ServerApi(self.http_url, self.metrics_url, self.grpc_url, key)
         self._run_dir = Path(tempfile.mkdtemp(prefix="tandem-"))
         try:
             env = installation.environment(os.environ) | {DRAIN_FILE_VARIABLE: str(self._drain_file())}

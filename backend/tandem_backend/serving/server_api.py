@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the launcher and the supervisor ask a running Triton server over HTTP."""
+"""What the launcher and the supervisor ask a running Triton server."""
 
 import http.client
 import json
@@ -14,14 +14,15 @@ _KEY_HEADER = "tandem-model-repository-key"
 
 @dataclass(slots=True)
 class ServerApi:
-    """One server's HTTP and metrics services, as "HOST:PORT".
+    """One server's services, as "HOST:PORT". Loading and unloading models takes its gRPC.
 
-    Loading and unloading models is for the holder of `key` alone: any client could do it otherwise.
+    They are for the holder of `key` alone: any client could do it otherwise.
     """
 
     http_url: str
     metrics_url: str
-    key: str | None
+    grpc_url: str | None = None
+    key: str | None = None
 
     def server_args(self) -> list[str]:
         """The server's arguments that ask for the key; without one anybody may load and unload."""
@@ -79,9 +80,16 @@ class ServerApi:
         self._control(model, "load", timeout_s)
 
     def _control(self, model: str, action: str, timeout_s: float) -> None:
-        status, body = self._ask("POST", f"/v2/repository/models/{model}/{action}", timeout_s)
-        if status != 200:
-            raise OSError(f"{action} of {model}: status {status} {body.decode(errors='replace')}")
+        """By gRPC: see the README's traps of Triton server for what loading over HTTP does to other requests."""
+        from tritonclient.grpc import InferenceServerClient  # here: `tandem health` runs often and needs none of it
+        from tritonclient.utils import InferenceServerException
+
+        headers = {f"triton-grpc-protocol-{_KEY_HEADER}": self.key} if self.key else {}
+        try:
+            with InferenceServerClient(self.grpc_url, channel_args=[("grpc.enable_http_proxy", 0)]) as client:
+                getattr(client, f"{action}_model")(model, headers=headers, client_timeout=timeout_s)
+        except InferenceServerException as error:
+            raise OSError(f"{action} of {model}: {error}") from error
 
     def _ask(self, method: str, path: str, timeout_s: float = 5) -> tuple[int, bytes]:
         return _ask(self.http_url, method, path, {_KEY_HEADER: self.key} if self.key else {}, timeout_s)
