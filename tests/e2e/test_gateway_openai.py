@@ -95,6 +95,24 @@ def test_logprobs_spell_the_answer(client: openai.OpenAI) -> None:
         assert entry.logprob == entry.top_logprobs[0].logprob
 
 
+def test_a_stop_string_ends_draft_trees_with_the_tokens_that_hold_it(client: openai.OpenAI) -> None:
+    options: Any = {"max_completion_tokens": 32, "extra_body": {"return_draft_trees": True}}
+    text = chat(client, **options).choices[0].message.content
+    for stop in (text[3:4], text[10:13], text[20:28]):
+        answer = chat(client, stop=stop, **options).choices[0]
+        tokens = answer.model_extra["tandem"]["draft_trees"]["tokens"]
+        spelt = "".join(token["text"] for token in tokens)
+        assert answer.message.content == text[: text.index(stop)]
+        assert spelt.startswith(answer.message.content + stop)
+        told = ""
+        streamed = []
+        for chunk in chat(client, stop=stop, stream=True, **options):
+            told += chunk.choices[0].delta.content or ""
+            streamed += chunk.choices[0].model_extra.get("tandem", {}).get("draft_trees", {}).get("tokens", [])
+        assert told == answer.message.content
+        assert [token["token_id"] for token in streamed] == [token["token_id"] for token in tokens]
+
+
 def test_an_agent_calls_a_tool_and_reads_its_result(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "What time is it in UTC?"}]
     name, arguments, call_id = "", "", ""
