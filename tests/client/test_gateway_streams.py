@@ -25,6 +25,8 @@ from uvicorn.server import ServerState
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {"model": "tandem", "messages": [{"role": "user", "content": "Hello?"}], "stream": True}
 
+INPUT: dict[str, Any] = {"model": "tandem", "input": "Hello?"}
+
 
 class SlowStream(FakeStream):
     """Takes its time before each response, and ends when it is cancelled."""
@@ -72,6 +74,26 @@ def test_an_error_before_the_first_beat_is_a_status_and_after_it_an_event() -> N
     late = post(CHAT, BODY, SlowTransport(script, pause_s=0.2), heartbeat_s=0.05)
     assert late.status_code == 200
     assert '"code": "backend_unavailable"' in late.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message", "param"),
+    [
+        (CHAT, {**BODY, "max_completion_tokens": 0}, "max_tokens: must be 1", "max_completion_tokens"),
+        (CHAT, {**BODY, "max_tokens": 0}, "max_tokens: must be 1", "max_tokens"),
+        (CHAT, {**BODY, "logprobs": True, "top_logprobs": 99}, "logprobs: must be 1", "top_logprobs"),
+        ("/v1/responses", {**INPUT, "max_output_tokens": 0}, "max_tokens: must be 1", "max_output_tokens"),
+        ("/v1/responses", INPUT, "messages[0]: must be 1", "input"),
+        ("/v1/responses", {**INPUT, "text": {"format": {"type": "x"}}}, "response_format: must be 1", "text"),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_errors_of_the_backend_name_the_field_that_was_sent(
+    path: str, body: dict[str, Any], message: str, param: str, stream: bool
+) -> None:
+    reply = post(path, {**body, "stream": stream}, AsyncFakeTransport([ServerError("INVALID_ARG", message)]))
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], error["message"]) == (400, param, f"{param}: must be 1")
 
 
 @pytest.mark.parametrize("stream", [True, False])

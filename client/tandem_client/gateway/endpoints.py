@@ -94,5 +94,5 @@ async def _exchange(request: Request, values: dict[str, Any], calls: list[Call],
     gateway = request.app.state.gateway
     sources = [gateway.calls.chunks(call) for call in calls]
     chunks = sources[0] if len(sources) == 1 else merged(sources, values.get("n", 1))
-    exchange = Exchange(request, gateway.settings)
+    exchange = Exchange(request, gateway.settings, values.keys())
     return await exchange.respond(chunks, writer, stream=bool(values.get("stream")))

@@ -3,6 +3,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -30,6 +31,14 @@ MAX_MESSAGE_LEN = 2000
 _FIELD = re.compile(r"([a-z_]+)((?:\[[^\]]*\])*): ")
 # The backend's name of a field -> the OpenAI API's.
 _RENAMED = {"text_input": "prompt", "input_ids": "prompt", "sampling": None, "guided_decoding_guide": None}
+# The backend's name of a field -> what the client may have sent it as.
+_SENT_AS = {
+    "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+    "logprobs": ("top_logprobs",),
+    "messages": ("input",),
+    "response_format": ("text",),
+    "reasoning_effort": ("reasoning",),
+}
 _TOO_LONG = re.compile(r"context|max_position|prompt tokens", re.IGNORECASE)
 _GONE = re.compile(r"unknown model|not ready|not healthy|no available versions|is not found", re.IGNORECASE)
 
@@ -75,6 +84,15 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(retry_after_s)
+
+    def as_sent(self, sent: Collection[str]) -> "ApiError":
+        """The same in the words of a request that has the fields `sent`."""
+        name = (self.param or "").partition("[")[0]
+        own = next((own for own in _SENT_AS.get(name, ()) if own in sent), None)
+        if own is None:
+            return self
+        message = f"{own}: {str(self).removeprefix(f'{self.param}: ')}"
+        return ApiError(self.status, message, param=own, code=self.code, headers=self.headers)
 
     def body(self) -> dict[str, Any]:
         """The error object. Text of the client's may be in the message: megabytes of it are cut."""

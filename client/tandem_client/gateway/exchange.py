@@ -2,7 +2,7 @@
 """One exchange over HTTP: chunks of the backend to a response, streamed or whole, whatever the endpoint."""
 
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,7 @@ class Exchange:
 
     request: Request
     settings: Settings
+    sent: Collection[str]  # names of the request's fields
 
     async def respond(self, chunks: Chunks, writer: Writer, *, stream: bool) -> Response:
         """Raises ApiError where it fails before the response has begun."""
@@ -45,8 +46,8 @@ class Exchange:
             return await (self._stream(chunks, writer) if stream else self._whole(chunks, writer))
         except ClientLeftError:
             return Response(status_code=CLIENT_CLOSED)
-        except TandemClientError as error:
-            raise from_client_error(error, self.settings.retry_after_s) from error
+        except (TandemClientError, ApiError) as error:
+            raise self._explained(error) from None
 
     async def _whole(self, chunks: Chunks, writer: Writer) -> Response:
         completion = await unless_left(self.request, _joined(chunks))
@@ -69,9 +70,12 @@ class Exchange:
         except Exception as error:  # the status is out; whatever it is, the stream must say so
             if not isinstance(error, TandemClientError | ApiError):
                 logger.exception("a stream failed")
-            yield writer.failed(from_client_error(error, self.settings.retry_after_s))
+            yield writer.failed(self._explained(error))
         finally:
             await chunks.aclose()
+
+    def _explained(self, error: Exception) -> ApiError:
+        return from_client_error(error, self.settings.retry_after_s).as_sent(self.sent)
 
 
 async def _joined(chunks: Chunks) -> Completion:
