@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Through the gateway's API over a scripted backend: sequences, regeneration, loop escape, and the journal's rows."""
 
+import asyncio
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping
@@ -223,6 +224,25 @@ def test_every_request_has_one_row(journal: Path) -> None:
     assert [row["sampling_mode"] for row in (greedy, again)] == ["greedy", "regenerate"]
     assert set(json.loads(again["sampling"])) == {"temperature", "top_p"}
     assert len({row["request_id"] for row in (sampled, failed, greedy, again)}) == 4
+
+
+def test_a_client_that_leaves_before_its_body_is_whole_has_left(journal: Path) -> None:
+    async def leave() -> None:
+        app = create_app(Settings(journal=journal), transport=AsyncFakeTransport())  # type: ignore[arg-type]
+        messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+
+        async def receive() -> Any:
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            pass
+
+        async with app.router.lifespan_context(app):
+            scope = {"type": "http", "method": "POST", "path": CHAT, "headers": [], "query_string": b"", "app": app}
+            await app(scope, receive, send)
+
+    asyncio.run(leave())
+    assert [row["status"] for row in rows(journal)] == [499]
 
 
 def test_the_prompts_of_one_request_share_a_row(journal: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
-from tandem_client.gateway.errors import ApiError
+from tandem_client.gateway.errors import CLIENT_CLOSED, ApiError
 from tandem_client.gateway.fields import MODELS
 from tandem_client.gateway.json_text import read_json
 
@@ -20,7 +20,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> Any:
         async with asyncio.timeout(timeout_s):
             body = await _joined(request, max_bytes)
     except ClientDisconnect as error:
-        raise ApiError(400, "the body did not come whole") from error
+        raise ApiError(CLIENT_CLOSED, "the body did not come whole") from error
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {timeout_s:g} s", code="body_timeout") from error
     try:

@@ -26,6 +26,7 @@ TYPES = {
     503: "service_unavailable",
     504: "timeout_error",
 }
+CLIENT_CLOSED = 499  # nobody reads it; nginx's number, for logs and metrics
 MAX_MESSAGE_LEN = 2000
 # Backend messages begin with the field: "max_tokens: must be ...", "logit_bias[7]: ...".
 _FIELD = re.compile(r"([a-z_]+)((?:\[[^\]]*\])*): ")

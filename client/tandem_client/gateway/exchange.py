@@ -11,14 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem_client.errors import TandemClientError
-from tandem_client.gateway.errors import ApiError, from_client_error
+from tandem_client.gateway.errors import CLIENT_CLOSED, ApiError, from_client_error
 from tandem_client.gateway.settings import Settings
 from tandem_client.gateway.streaming import ClientLeftError, EventStream, begin, unless_left
 from tandem_client.types import Chunk, Completion
 
 logger = logging.getLogger(__name__)
 
-CLIENT_CLOSED = 499  # nobody reads it; nginx's number, for logs and metrics
 Chunks = AsyncGenerator[Chunk, None]
 
 

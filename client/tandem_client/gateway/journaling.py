@@ -11,11 +11,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem_client.gateway.calls import Call
+from tandem_client.gateway.errors import CLIENT_CLOSED
 from tandem_client.gateway.fields import CHAT, COMPLETIONS, RESPONSES
 from tandem_client.gateway.journal_file import JournalRow
 from tandem_client.types import Chunk, Usage
 
-CLIENT_CLOSED = 499  # nobody got it; nginx's number
 _ENDPOINTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS, "/v1/responses": RESPONSES}
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p"),
