@@ -179,6 +179,13 @@ def test_the_command_makes_keys(keys_file: Path) -> None:
     assert "taken" in CliRunner().invoke(gateway_key, [str(keys_file), "alice"]).output
 
 
+@pytest.mark.parametrize("path", [f"{CHAT}/", "/metrics/", "/v1//models", "/nothing", "/v1/models/../../etc/passwd"])
+def test_a_path_that_is_none_is_not_found(opened: Open, path: str) -> None:
+    for method in ("GET", "POST"):
+        reply = opened().request(method, path, headers={"Host": "elsewhere"}, follow_redirects=False)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (404, "not_found_error")
+
+
 def test_cors_is_off_unless_asked_for(opened: Open) -> None:
     ask = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in opened().options(CHAT, headers=ask).headers

@@ -48,7 +48,8 @@ def create_app(
         await hooks.close()
         await app.state.gateway.backend.close()
 
-    app = FastAPI(title="Tandem gateway", lifespan=lifespan, docs_url=None, redoc_url=None)
+    # A redirect would lead to whatever the Host header says, and behind a proxy with TLS to plain HTTP.
+    app = FastAPI(title="Tandem gateway", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
     app.include_router(endpoints.router, responses=errors.DESCRIPTIONS)
     app.include_router(operations.router, responses=errors.DESCRIPTIONS)
