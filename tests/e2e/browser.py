@@ -19,7 +19,7 @@ ARGUMENTS = (
     "--disable-component-update",
     "--disable-sync",
 )
-ANSWER_TIMEOUT_MS = 20_000
+ANSWER_TIMEOUT_MS = 60_000
 
 
 def find_chromium() -> str:
