@@ -30,6 +30,7 @@ from tandem_backend.serving.launcher import TritonServer
 from triton_calls import metrics, wait_until
 
 CHAT = "/v1/chat/completions"
+CHUNKED = f"POST {CHAT} HTTP/1.1\r\nHost: gateway\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
 NUM_STREAMS = 200
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
@@ -119,7 +120,9 @@ def answered(connection: socket.socket) -> bytes:
     [
         (b"", None),
         (b"GET /health HTTP/1.1\r\nHost: gate", "head_timeout"),
-        (b"GET /health HTTP/1.1\r\nHost: gateway\r\nX-Long: " + b"x" * (65 << 10), "headers_too_large"),
+        (b"GET /health HTTP/1.1\r\nHost: gateway\r\nX-Long: " + b"x" * (600 << 10), "headers_too_large"),
+        (CHUNKED + b"0\r\nX-Long: " + b"x" * (600 << 10), "headers_too_large"),
+        (CHUNKED + b"1;long=" + b"x" * (600 << 10), "headers_too_large"),
         (b"GET / HTTP/9.9\r\n\r\n", "invalid_http"),
     ],
 )

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tandem_client.gateway.errors import ApiError
 from tandem_client.gateway.settings import Settings
 
-MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, as they arrive
+MAX_HEAD_BYTES = 64 << 10  # of all in a request but its body: line, headers, chunks' sizes, trailers
 
 
 class Connection(HttpToolsProtocol):
@@ -23,7 +23,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, settings: Settings, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._settings = settings
-        self._is_in_head = False
+        self._is_in_head = self._is_refused = False
         self._num_head_bytes = 0
         self._num_unsent_bytes = 0
         self._head_timer: asyncio.TimerHandle | None = None
@@ -39,15 +39,16 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._num_head_bytes += len(data)  # the callbacks take out what belongs to none
         super().data_received(data)
-        if self.transport.is_closing():
+        if self._is_refused or self.transport.is_closing():
             return
         if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()  # the next request's, or what is left of a body that nobody reads any more
-        if self._is_in_head:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(431, f"a request's headers may have at most {MAX_HEAD_BYTES} bytes", "headers_too_large")
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(431, f"a request's headers may have at most {MAX_HEAD_BYTES} bytes", "headers_too_large")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -57,6 +58,14 @@ class Connection(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_waiting_for_head()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = max(self._num_head_bytes - len(body), 0)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_head_bytes = 0
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -86,9 +95,18 @@ class Connection(HttpToolsProtocol):
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         )
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+            if self.cycle.response_started:  # nothing can be said within another answer
+                self.transport.close()
+                return
         self.transport.write(head.encode() + content)
-        self.transport.close()
-        self._watch_sending()
+        # Closed at once, with data unread, the connection is reset, and its client may never see the answer.
+        self.transport.write_eof()
+        self._is_refused = True
+        self._stop_waiting_for_head()
+        self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._close)
 
     def _wait_for_head(self) -> None:
         self._head_timer = self.loop.call_later(self._settings.head_timeout_s, self._on_slow_head)
@@ -102,8 +120,11 @@ class Connection(HttpToolsProtocol):
         if self._is_in_head:
             self._refuse(408, f"the headers did not come within {self._settings.head_timeout_s:g} s", "head_timeout")
         else:  # nothing is asked, so nothing is answered
-            self.transport.close()
-            self._watch_sending()
+            self._close()
+
+    def _close(self) -> None:
+        self.transport.close()
+        self._watch_sending()
 
     def _watch_sending(self) -> None:
         self._stop_watching()
