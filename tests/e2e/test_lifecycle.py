@@ -36,7 +36,7 @@ from tritonclient.utils import InferenceServerException
 
 TANDEM = Path(sys.executable).parent / "tandem"
 READY_S = 90
-NUM_HTTP_THREADS = 8  # Triton server's default
+NUM_CONNECTIONS = 16  # twice as many as Triton server has HTTP threads
 # Runs for six seconds where nothing else does.
 LONG = {"text_input": PROMPT, "max_tokens": 4000, "sampling_parameters": '{"ignore_eos": true, "draft": "off"}'}
 
@@ -89,19 +89,18 @@ def model_state(server: TritonServer, model: str) -> str:
     return next(str(found.get("state")) for found in server.api.models() if found["name"] == model)
 
 
-def load_while_clients_ask(server: TritonServer) -> None:
-    """No thread of the server that open connections need waits for the end of the load."""
+def reload_front_while_clients_ask(server: TritonServer) -> None:
+    """No connection waits for the end of the load. For a server without a request yet: all are then one thread's."""
+    server.api.unload("tandem_generate")
     with ExitStack() as stack:
-        connections = [
-            http.client.HTTPConnection(server.http_url, timeout=READY_S) for _ in range(2 * NUM_HTTP_THREADS)
-        ]
+        connections = [http.client.HTTPConnection(server.http_url, timeout=READY_S) for _ in range(NUM_CONNECTIONS)]
         for connection in connections:
             stack.enter_context(closing(connection))
             assert status_of_live(connection) == 200
-        loaded = stack.enter_context(in_background(lambda: server.api.load("tandem", READY_S)))
-        wait_until(lambda: model_state(server, "tandem") == "LOADING", 10)
+        loaded = stack.enter_context(in_background(lambda: server.api.load("tandem_generate", READY_S)))
+        wait_until(lambda: model_state(server, "tandem_generate") == "LOADING")
         assert {status_of_live(connection) for connection in connections} == {200}
-        assert model_state(server, "tandem") == "LOADING"
+        assert model_state(server, "tandem_generate") == "LOADING"
         assert loaded.get(timeout=READY_S) is None
 
 
@@ -113,6 +112,7 @@ def regions(server: TritonServer) -> list[Path]:
 def test_reload_under_load_then_a_killed_server(tmp_path: Path) -> None:
     request = {"text_input": PROMPT, "max_tokens": 300, "sampling_parameters": EXACTLY}
     with TritonServer(MODEL_REPOSITORY, log_path=tmp_path / "server.log") as server:
+        reload_front_while_clients_ask(server)
         wait_until(lambda: num_ended(server) == 1)  # the warm-up
         expected = ask(server, **request)
         with GrpcStream(server.grpc_url) as stream:
@@ -130,7 +130,7 @@ def test_reload_under_load_then_a_killed_server(tmp_path: Path) -> None:
                 if status == 200:
                     assert answer["text_output"] == PROMPT + expected.text
         assert "error" in post(server.http_url, "generate", {"text_input": PROMPT, "max_tokens": 1})[1]
-        load_while_clients_ask(server)
+        server.api.load("tandem", READY_S)
         assert ask(server, **request) == expected
         assert post(server.http_url, "generate", body)[1]["text_output"] == PROMPT + expected.text
 
