@@ -135,14 +135,14 @@ def test_reload_under_load_then_a_killed_server(tmp_path: Path) -> None:
         assert post(server.http_url, "generate", body)[1]["text_output"] == PROMPT + expected.text
 
         with GrpcStream(server.grpc_url) as stream:  # one that outlives a whole reload
-            eight = '{"ignore_eos": true, "draft": "off", "n": 8}'
-            stream.send(stream=True, **LONG | {"sampling_parameters": eight})
+            many = '{"ignore_eos": true, "draft": "off", "n": 16}'
+            stream.send(stream=True, **LONG | {"sampling_parameters": many})
             next(stream.responses())
             server.api.unload("tandem")
             server.api.load("tandem", READY_S)
             assert ask(server, **request) == expected
             overlapping = metrics(server)
-        assert overlapping["tandem_num_active"] == 8
+        assert overlapping["tandem_num_active"] == 16
         assert 'tandem_num_active{overlap="1"}' in overlapping
         wait_until(lambda: "tandem_num_active" not in metrics(server))  # the older one's series went with it
         assert ask(server, **request) == expected
