@@ -8,13 +8,15 @@
 #include "vec.h"
 
 #define PANEL 64
+#define MAX_VECS 4
 #define UNROLL _Pragma("unroll")
+// A tile's sums, its weights and an input fill the registers without a spill: 32 of 16 lanes, or 16 of 8.
 #if defined(__AVX512F__)
 #define TILE_ROWS 6
-#define TILE_VECS 4
+#define TILE_VECS(rows) 4
 #else
-#define TILE_ROWS 2
-#define TILE_VECS 2
+#define TILE_ROWS 5
+#define TILE_VECS(rows) ((rows) > 2 ? 1 : (rows) > 1 ? 2 : 4)
 #endif
 
 typedef struct {
@@ -31,8 +33,8 @@ INLINE void multiply_row(v16 *acc, const v16 *w, float x, int vecs) {
 
 // `ahead` bytes further lies what the thread reads next; 0 where the panel itself is read again.
 INLINE void tile(const linear_args *a, const char *panel, long row, long col, int rows, int vecs, long ahead) {
-    v16 acc[TILE_ROWS][TILE_VECS] = {};
-    v16 w[TILE_VECS];
+    v16 acc[TILE_ROWS][MAX_VECS] = {};
+    v16 w[MAX_VECS];
     const float *x = a->x + row * a->ldx;
     if (a->is_bf16) {
         const uint32_t *words = (const uint32_t *)panel;
@@ -72,20 +74,20 @@ static void run_panel(void *context, long task, int thread) {
     long num_tiles = (a->rows + TILE_ROWS - 1) / TILE_ROWS;
     for (long i = 0; i < num_tiles; i++) {
         long row = a->rows * i / num_tiles, height = a->rows * (i + 1) / num_tiles - row;
-        for (long v = 0; v < PANEL / LANES; v += TILE_VECS) {
+        for (long v = 0; v < PANEL / LANES; v += TILE_VECS(height)) {
             long col = task * PANEL + v * LANES;
             // A lone row takes the memory as fast as it comes; it is only held up by asking twice.
             long ahead = i + 1 < num_tiles || height == 1 ? 0 : words * PANEL * bytes_per_word;
             const char *part = panel + v * LANES * bytes_per_word;
             switch (height) {
-#if TILE_ROWS > 2
-                case 6: tile(a, part, row, col, 6, TILE_VECS, ahead); break;
-                case 5: tile(a, part, row, col, 5, TILE_VECS, ahead); break;
-                case 4: tile(a, part, row, col, 4, TILE_VECS, ahead); break;
-                case 3: tile(a, part, row, col, 3, TILE_VECS, ahead); break;
+#if TILE_ROWS > 5
+                case 6: tile(a, part, row, col, 6, TILE_VECS(6), ahead); break;
 #endif
-                case 2: tile(a, part, row, col, 2, TILE_VECS, ahead); break;
-                default: tile(a, part, row, col, 1, TILE_VECS, ahead); break;
+                case 5: tile(a, part, row, col, 5, TILE_VECS(5), ahead); break;
+                case 4: tile(a, part, row, col, 4, TILE_VECS(4), ahead); break;
+                case 3: tile(a, part, row, col, 3, TILE_VECS(3), ahead); break;
+                case 2: tile(a, part, row, col, 2, TILE_VECS(2), ahead); break;
+                default: tile(a, part, row, col, 1, TILE_VECS(1), ahead); break;
             }
         }
     }
