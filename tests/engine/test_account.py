@@ -49,6 +49,19 @@ def test_earlier_gains_are_lost_again_up_to_a_cap() -> None:
     assert sum(ask(account, 0, 0.5, 20)) == CAP / 0.5 + 1
 
 
+def test_a_drafter_is_on_trial_until_a_success_and_again_when_its_balance_is_spent() -> None:
+    account = Account()
+    assert account.is_on_trial
+    account.settle(0, 0.1)
+    assert account.is_on_trial
+    account.settle(2, 0.1)
+    assert not account.is_on_trial
+    account.settle(0, 0.1)
+    assert not account.is_on_trial
+    account.settle(0, CAP)
+    assert account.is_on_trial
+
+
 @pytest.mark.parametrize("num_accepted", [0, 1, 5])
 def test_the_mean_follows_what_a_draft_brings(num_accepted: int) -> None:
     account = Account()

@@ -177,6 +177,7 @@ def test_drafters_that_lose_are_asked_less_and_less(hybrid: Path) -> None:
     driver = EngineDriver(engine_config(hybrid), {"a": wrong})
     driver.run(request("1", drafter="a", max_tokens=200, min_tokens=200, stop_token_ids=(0,)))
     assert 1 <= len(wrong.contexts) < 60
+    assert {context.max_depth for context in wrong.contexts} == {1}  # on trial to the end
     assert driver.results["1"].stats is not None
     assert driver.results["1"].stats.num_accepted_tokens == 0
 

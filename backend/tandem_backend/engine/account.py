@@ -7,6 +7,7 @@ from dataclasses import dataclass
 CREDIT = 0.4  # for a sequence that nothing is known of yet
 CAP = 2.0  # how much of earlier gains a drafter may lose again
 RATE = 0.005  # a round's deposit: the share of time that goes to trying a drafter that does not pay
+TRIAL_DEPTH = 1  # of drafts until the first success: one token shows as well as several whether drafts hold here
 
 
 @dataclass(slots=True)
@@ -19,6 +20,7 @@ class Account:
 
     balance: float = CREDIT
     num_accepted: float = 2.0  # running mean of the tokens it brings when asked; an even chance to begin with
+    is_on_trial: bool = True  # nothing accepted yet, or not since the balance was spent
 
     def wait(self) -> None:
         """A round in which the drafter was not asked."""
@@ -29,6 +31,7 @@ class Account:
         """A round in which it was asked; cost is its time in tokens."""
         self.num_accepted += 0.1 * (num_accepted - self.num_accepted)
         self.balance = min(self.balance + num_accepted - cost, CAP)
+        self.is_on_trial = not num_accepted and (self.is_on_trial or self.balance <= 0)
 
 
 @dataclass(slots=True)

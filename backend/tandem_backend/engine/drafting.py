@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from tandem_backend.engine.account import Account, Trust
+from tandem_backend.engine.account import TRIAL_DEPTH, Account, Trust
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, KVDrafter, Proposal
 from tandem_backend.engine.proposal_tree import FORCED, ProposalTree, drawn_tree
@@ -31,7 +31,7 @@ class Drafted:
     """One round's trees and what they cost."""
 
     trees: list[DraftTree | None]  # by scheduled request; None: a prompt chunk
-    asked: list[set[str]]  # the drafters that drafted
+    asked: list[dict[str, float]]  # the drafters that drafted, and the milliseconds each took for this sequence
     prices: Prices
     milliseconds: float
 
@@ -121,7 +121,7 @@ class Drafting:
         trees = {i: self._tree(rows.generation) for i, rows in enumerate(scheduled) if not rows.num_prompt_rows}
         num_other_rows = len(trees) + sum(rows.num_prompt_rows for rows in scheduled)
         prices = self.router.prices(len(trees), num_other_rows, self.commit_ms)
-        asked: list[set[str]] = [set() for _ in scheduled]
+        asked: list[dict[str, float]] = [{} for _ in scheduled]
         drawn: dict[int, DraftTree] = {}
         for name, drafter in self.drafters.items():
             self._ask(name, drafter, scheduled, trees, prices, asked, drawn)
@@ -152,7 +152,7 @@ class Drafting:
         scheduled: Sequence[ScheduledRows],
         trees: Mapping[int, ProposalTree],
         prices: Prices,
-        asked: Sequence[set[str]],
+        asked: Sequence[dict[str, float]],
         drawn: dict[int, DraftTree],
     ) -> None:
         """Let one drafter add to the trees of the sequences that want it and for which it may pay."""
@@ -166,6 +166,8 @@ class Drafting:
             max_nodes = min(tree.max_nodes, room)
             wants = name in generation.drafters and name not in self.failed and max_nodes > 0 and max_depth > 0
             if wants and self._may_pay(generation.sequence.slot, name, tree):
+                if self._is_on_trial(generation.sequence.slot, name):
+                    max_depth = min(max_depth, TRIAL_DEPTH)
                 contexts[i] = self._context(name, generation, max_nodes, max_depth, prices)
         if not contexts:
             return
@@ -178,7 +180,7 @@ class Drafting:
         # One stall must not make a drafter look costly for long.
         self.cost_ms[name] = cost + 0.1 * (min(spent, 2 * cost) - cost)
         for (i, context), proposal in zip(contexts.items(), proposals, strict=True):
-            asked[i].add(name)
+            asked[i][name] = min(spent, 4 * cost)
             if proposal.q:
                 drawn[i] = drawn_tree(trees[i].anchor, name, proposal)
                 continue
@@ -226,6 +228,9 @@ class Drafting:
         is_needed = not tree.token_ids or sum(tree.paths) < account.num_accepted
         return is_needed and account.balance > 0
 
+    def _is_on_trial(self, key: int, name: str) -> bool:
+        return not self.router.always and self.accounts[key, name].is_on_trial
+
     def learn(
         self,
         drafted: Drafted,
@@ -251,7 +256,7 @@ class Drafting:
                 account = self.accounts.setdefault((key, name), Account())
                 if name in asked:
                     num_accepted = sum(tree.drafters[node] == name for node in walk.path)
-                    account.settle(num_accepted, self.cost_ms[name] / prices.token_ms)
+                    account.settle(num_accepted, asked[name] / prices.token_ms)
                 else:
                     account.wait()
 
