@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real Triton servers for all end-to-end tests of a run: one with our model repository, one with small limits."""
+"""Real Triton servers for all end-to-end tests of a run: one with our model repository, two with small limits."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,22 @@ def server(server_log: Path) -> Iterator[TritonServer]:
         yield running
 
 
-@pytest.fixture(scope="session")
-def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    folder = tmp_path_factory.mktemp("small")
+@contextmanager
+def running_small_server(folder: Path) -> Iterator[TritonServer]:
     repository = small_repository(folder / "repository")
     control = ("--model-control-mode=explicit", "--load-model=*")
     with TritonServer(repository, log_path=folder / "server.log", extra_args=control) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    with running_small_server(tmp_path_factory.mktemp("small")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def reloaded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """One like it whose models tests may load anew: an old instance keeps its metrics until Triton server lets it go."""
+    with running_small_server(tmp_path_factory.mktemp("reloaded")) as running:
         yield running

@@ -10,12 +10,13 @@ from triton_calls import EXACTLY, PROMPT, GrpcStream, ask, post, wait_until, wai
 from tritonclient.utils import InferenceServerException
 
 LONG = {"text_input": PROMPT, "max_tokens": 4000, "sampling_parameters": EXACTLY}
+LOAD_S = 120.0
 BAD = {"input_ids": [50, FAULT, 51], "max_tokens": 2}
 
 
-def http_status(server: Any, method: str, path: str) -> int:
+def http_status(server: Any, path: str) -> int:
     connection = http.client.HTTPConnection(server.http_url, timeout=60)
-    connection.request(method, path)
+    connection.request("GET", path)
     status = connection.getresponse().status
     connection.close()
     return status
@@ -43,16 +44,15 @@ def test_a_failed_round_ends_its_requests_and_the_next_one_is_fine(small_server:
     assert ask(small_server, text_input=PROMPT, max_tokens=8) == expected
 
 
-def test_failures_in_a_row_make_the_model_unready_and_a_load_cures_it(small_server: Any) -> None:
-    expected = ask(small_server, text_input=PROMPT, max_tokens=8)
+def test_failures_in_a_row_make_the_model_unready_and_a_load_cures_it(reloaded_server: Any) -> None:
+    expected = ask(reloaded_server, text_input=PROMPT, max_tokens=8)
     for _ in range(LIMITS["max_failed_rounds"]):
         with pytest.raises(InferenceServerException, match=r"\[INTERNAL\] the round failed"):
-            ask(small_server, **BAD)
-    wait_until(lambda: http_status(small_server, "GET", "/v2/models/tandem/ready") == 400)
+            ask(reloaded_server, **BAD)
+    wait_until(lambda: http_status(reloaded_server, "/v2/models/tandem/ready") == 400)
     with pytest.raises(InferenceServerException):
-        ask(small_server, text_input=PROMPT, max_tokens=8)
-    status, _ = post(small_server.http_url, "generate", {"text_input": PROMPT})
+        ask(reloaded_server, text_input=PROMPT, max_tokens=8)
+    status, _ = post(reloaded_server.http_url, "generate", {"text_input": PROMPT})
     assert status == 400
-    assert http_status(small_server, "POST", "/v2/repository/models/tandem/load") == 200
-    assert ask(small_server, text_input=PROMPT, max_tokens=8) == expected
-    wait_until_free(small_server)
+    reloaded_server.api.load("tandem", LOAD_S)
+    assert ask(reloaded_server, text_input=PROMPT, max_tokens=8) == expected

@@ -154,15 +154,15 @@ def test_who_sends_a_byte_at_a_time_is_cut_off(gateway: GatewayProcess, head: st
             trickle(connection)
 
 
-def test_a_model_that_is_loaded_anew_is_used_again(small_server: TritonServer) -> None:
-    with running_gateway(small_server.grpc_url, "--no-regenerate") as gateway:
+def test_a_model_that_is_loaded_anew_is_used_again(reloaded_server: TritonServer) -> None:
+    with running_gateway(reloaded_server.grpc_url, "--no-regenerate") as gateway:
         before = post(gateway, body())
         assert before[0] == 200
-        small_server.api.unload("tandem")
+        reloaded_server.api.unload("tandem")
         status, headers, error = post(gateway, body())
         assert (status, error["error"]["code"]) == (503, "backend_unavailable")
         assert int(headers["retry-after"]) > 0
-        small_server.api.load("tandem", 60)
+        reloaded_server.api.load("tandem", 120)
         after = post(gateway, body())
         assert after[0] == 200
         assert after[2]["choices"][0]["message"] == before[2]["choices"][0]["message"]

@@ -172,6 +172,8 @@ def metrics(server: Any) -> dict[str, float]:
     """The engine's metrics by name, and by name and the label that is not of the model: `name{outcome="stop"}`."""
     found = {}
     for name, labels, value in re.findall(r"^(tandem_\w+)\{(.*)\} (\S+)$", metrics_page(server), re.MULTILINE):
+        if 'model="tandem_generate"' in labels:
+            continue
         own = [label for label in labels.split(",") if not label.startswith(("model=", "version="))]
         found[f"{name}{{{','.join(own)}}}" if own else name] = float(value)
     return found
