@@ -38,6 +38,6 @@ def small_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonSer
 
 @pytest.fixture(scope="session")
 def reloaded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """One like it whose models tests may load anew: an old instance keeps its metrics until Triton server lets it go."""
+    """One like it whose models tests may load anew: an old instance's metrics stay until Triton server lets it go."""
     with running_small_server(tmp_path_factory.mktemp("reloaded")) as running:
         yield running
