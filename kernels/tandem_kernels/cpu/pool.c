@@ -19,7 +19,7 @@
 #define SPINS 4000
 #define STALL_NS 50000
 #define MIN_SOLO_JOBS 128
-#define MAX_SOLO_JOBS 16384
+#define MAX_SOLO_JOBS 512
 
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static int num_workers = 0;
