@@ -85,7 +85,8 @@ if [ "$#" -eq 0 ]; then
     [[ $COMPOSE_PROFILES =~ ^(cpu|gpu)$ ]] || fail "COMPOSE_PROFILES must be cpu or gpu, got $COMPOSE_PROFILES"
     composed=yes
 fi
-start "$@"
+[ "$(status "http://$http/v2/health/live")" = 000 ] || fail "something answers at $http already"
+start "$@" || fail "it did not start"
 
 say ready
 within "$ready_s" is_ready || fail "not ready after $ready_s s"

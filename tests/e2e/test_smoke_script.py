@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -65,6 +66,32 @@ def test_a_server_that_does_not_start_fails_with_the_step(tmp_path: Path) -> Non
     result = _smoke(TANDEM, f"--triton-server={tmp_path}")
     assert result.returncode == 1
     assert "smoke: ready: the server has exited" in result.stderr
+
+
+def test_a_server_of_somebody_else_is_left_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"127.0.0.1:{other.getsockname()[1]}"
+        answering = threading.Thread(target=_answer_once, args=(other,))
+        answering.start()
+        result = _smoke(TANDEM, SMOKE_HTTP=url)
+        answering.join()
+    assert (result.returncode, result.stderr) == (1, f"smoke: start: something answers at {url} already\n")
+
+
+def _answer_once(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(4096)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+
+
+def test_compose_that_fails_is_a_failed_start(tmp_path: Path) -> None:
+    (tmp_path / "docker").write_text("#!/bin/sh\nexit 125\n")
+    (tmp_path / "docker").chmod(0o755)
+    (http,) = _free_ports(1)
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SMOKE_HTTP": f"127.0.0.1:{http}"}
+    result = subprocess.run([DOCKER / "smoke.sh"], env=env, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (1, "smoke: start: it did not start\n")
 
 
 def test_the_install_script_says_what_it_takes(tmp_path: Path) -> None:
