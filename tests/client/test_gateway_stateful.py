@@ -226,6 +226,15 @@ def test_every_request_has_one_row(journal: Path) -> None:
     assert len({row["request_id"] for row in (sampled, failed, greedy, again)}) == 4
 
 
+def test_who_is_over_a_limit_is_named(tmp_path: Path, journal: Path) -> None:
+    keys_file = tmp_path / "keys.json"
+    key = add_key(keys_file, "alice", requests_per_minute=1)
+    with gateway(keys_file=keys_file, journal=journal) as opened:
+        for _ in range(2):
+            opened.chat(headers={"Authorization": f"Bearer {key}"})
+    assert [(row["key"], row["status"]) for row in rows(journal)] == [("alice", 200), ("alice", 429)]
+
+
 def test_a_client_that_leaves_before_its_body_is_whole_has_left(journal: Path) -> None:
     async def leave() -> None:
         app = create_app(Settings(journal=journal), transport=AsyncFakeTransport())  # type: ignore[arg-type]

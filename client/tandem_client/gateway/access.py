@@ -114,8 +114,14 @@ class Access:
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         return key
 
+    def caller(self, headers: Headers) -> Caller:
+        """Who sends a generating request. Raises ApiError 401."""
+        key = self.identify(headers)
+        name, salt = ("", "") if key is None else (key.name, key.salt)
+        return Caller(key_name=name, cache_salt=salt, timeout_s=self._settings.request_timeout_s)
+
     @contextmanager
-    def admitted(self, headers: Headers) -> Iterator[Caller]:
+    def admitted(self, headers: Headers) -> Iterator[None]:
         """Counts a generating request while it runs. Raises ApiError 401, 429 and 503."""
         key = self.identify(headers)
         if self._running.total() >= self._settings.max_requests:
@@ -125,8 +131,7 @@ class Access:
             self._check_limits(key)
         self._running[name] += 1
         try:
-            salt = "" if key is None else key.salt
-            yield Caller(key_name=name, cache_salt=salt, timeout_s=self._settings.request_timeout_s)
+            yield
         finally:
             self._running[name] -= 1
 

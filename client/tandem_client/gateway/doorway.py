@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_client.gateway.access import Access
 from tandem_client.gateway.errors import ApiError
 from tandem_client.gateway.metrics import Metrics
-from tandem_client.gateway.options import Caller
 
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
@@ -36,8 +35,7 @@ class Doorway:
 
         metrics.began()
         try:
-            with _entry(access, scope) as caller:
-                scope.setdefault("state", {})["caller"] = caller
+            with _entry(access, scope):
                 await self._app(scope, receive, sent)
         except ApiError as error:
             await error.response()(scope, receive, sent)
@@ -46,9 +44,10 @@ class Doorway:
             metrics.responded(getattr(route, "path", "other"), status)
 
 
-def _entry(access: Access, scope: Scope) -> AbstractContextManager[Caller | None]:
+def _entry(access: Access, scope: Scope) -> AbstractContextManager[None]:
     headers, path = Headers(scope=scope), scope["path"]
     if path in GENERATING and scope["method"] == "POST":
+        scope.setdefault("state", {})["caller"] = access.caller(headers)  # known also where a limit refuses it
         return access.admitted(headers)
     if path.startswith("/v1/"):
         access.identify(headers)
