@@ -226,6 +226,14 @@ def test_every_request_has_one_row(journal: Path) -> None:
     assert len({row["request_id"] for row in (sampled, failed, greedy, again)}) == 4
 
 
+def test_an_answer_that_breaks_off_counts_what_was_written(journal: Path) -> None:
+    script: Script = [response("Hi", [1]), response(" there", [2, 3]), ConnectionFailedError("gone")]
+    with gateway(script, journal=journal) as opened:
+        opened.chat(stream=True)
+    (row,) = rows(journal)
+    assert (row["error"], row["num_output_tokens"]) == ("ConnectionFailedError", 3)
+
+
 def test_who_is_over_a_limit_is_named(tmp_path: Path, journal: Path) -> None:
     keys_file = tmp_path / "keys.json"
     key = add_key(keys_file, "alice", requests_per_minute=1)

@@ -41,6 +41,7 @@ class Call:
     digests: tuple[bytes, ...] = ()  # of the conversation, one a message; () where there is none
     usages: dict[int, Usage] = field(default_factory=dict)  # by choice, of those that ended
     finish_reasons: dict[int, str] = field(default_factory=dict)  # by choice
+    unended: dict[int, int] = field(default_factory=dict)  # output tokens by choice, of those that have not ended
     num_reasoning_tokens: int = 0  # of rounds that gave reasoning alone
     error: str | None = None  # how it failed: the exception's name; "cancelled": the client has left
     first_token_ns: int = 0
@@ -60,6 +61,9 @@ class Call:
         if chunk.finish_reason is not None and chunk.usage is not None:
             self.usages[chunk.choice_index] = chunk.usage
             self.finish_reasons[chunk.choice_index] = chunk.finish_reason
+            self.unended.pop(chunk.choice_index, None)
+        else:
+            self.unended[chunk.choice_index] = self.unended.get(chunk.choice_index, 0) + len(chunk.token_ids)
 
 
 class Hooks:

@@ -21,7 +21,7 @@ _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
-_COUNTS = ("num_output_tokens", "num_draft_tokens", "num_accepted_tokens", "num_rounds")
+_COUNTS = ("num_draft_tokens", "num_accepted_tokens", "num_rounds")
 
 
 @dataclass(slots=True)
@@ -107,6 +107,7 @@ def _of_calls(calls: Sequence[Call]) -> dict[str, Any]:
         "num_choices": max(len(usages), 1),
         "num_prompt_tokens": sum(_prompt_tokens(calls, "num_input_tokens")),
         "num_cached_tokens": sum(_prompt_tokens(calls, "num_cached_tokens")),
+        "num_output_tokens": sum(item.num_output_tokens for item in usages) + sum(_unended_tokens(calls)),
         **{name: sum(getattr(item, name) for item in usages) for name in _COUNTS},
         "queue_s": _seconds(usage.first_scheduled_time_ns, usage.arrival_time_ns),
         "first_token_s": _seconds(first.first_token_ns, first.started_ns),
@@ -120,6 +121,11 @@ def _sampling(call: Call) -> Mapping[str, Any]:
 def _prompt_tokens(calls: Sequence[Call], name: str) -> Iterator[int]:
     """A prompt counts once, however many choices it has."""
     return (max((getattr(usage, name) for usage in call.usages.values()), default=0) for call in calls)
+
+
+def _unended_tokens(calls: Sequence[Call]) -> Iterator[int]:
+    """What was written before the client left, or an error came: the backend reports no counts then."""
+    return (count for call in calls for count in call.unended.values())
 
 
 def _seconds(end_ns: int, start_ns: int) -> float | None:
