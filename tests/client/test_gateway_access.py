@@ -106,18 +106,18 @@ def test_requests_a_minute_are_limited(opened: Open, keys_file: Path) -> None:
 def test_requests_at_once_are_limited(keys_file: Path) -> None:
     key = add_key(keys_file, "alice", max_concurrent=1)
     access = Access(Settings(keys_file=keys_file, max_requests=2))
-    headers = Headers(bearer(key))
-    with access.admitted(headers), pytest.raises(ApiError) as caught, access.admitted(headers):
+    alice = access.identify(Headers(bearer(key)))
+    with access.admitted(alice), pytest.raises(ApiError) as caught, access.admitted(alice):
         pass
     assert (caught.value.status, caught.value.code) == (429, "concurrency_limit_exceeded")
-    with access.admitted(headers):
+    with access.admitted(alice):
         assert access.describe()[0]["running"] == 1
     assert access.describe()[0]["running"] == 0
 
 
 def test_a_full_gateway_says_so() -> None:
     access = Access(Settings(max_requests=1))
-    with access.admitted(Headers()), pytest.raises(ApiError) as caught, access.admitted(Headers()):
+    with access.admitted(None), pytest.raises(ApiError) as caught, access.admitted(None):
         pass
     assert caught.value.status == 503
     assert caught.value.headers["Retry-After"]

@@ -114,16 +114,14 @@ class Access:
             raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         return key
 
-    def caller(self, headers: Headers) -> Caller:
-        """Who sends a generating request. Raises ApiError 401."""
-        key = self.identify(headers)
+    def caller(self, key: Key | None) -> Caller:
+        """What is to be known of who sends a generating request with a key that `identify` returned."""
         name, salt = ("", "") if key is None else (key.name, key.salt)
         return Caller(key_name=name, cache_salt=salt, timeout_s=self._settings.request_timeout_s)
 
     @contextmanager
-    def admitted(self, headers: Headers) -> Iterator[None]:
-        """Counts a generating request while it runs. Raises ApiError 401, 429 and 503."""
-        key = self.identify(headers)
+    def admitted(self, key: Key | None) -> Iterator[None]:
+        """Counts a generating request while it runs. Raises ApiError 429 and 503."""
         if self._running.total() >= self._settings.max_requests:
             raise ApiError(503, "too many requests are running", code="overloaded", retry_after_s=BUSY_RETRY_S)
         name = "" if key is None else key.name

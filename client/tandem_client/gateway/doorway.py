@@ -47,8 +47,9 @@ class Doorway:
 def _entry(access: Access, scope: Scope) -> AbstractContextManager[None]:
     headers, path = Headers(scope=scope), scope["path"]
     if path in GENERATING and scope["method"] == "POST":
-        scope.setdefault("state", {})["caller"] = access.caller(headers)  # known also where a limit refuses it
-        return access.admitted(headers)
+        key = access.identify(headers)
+        scope.setdefault("state", {})["caller"] = access.caller(key)  # known also where a limit refuses it
+        return access.admitted(key)
     if path.startswith("/v1/"):
         access.identify(headers)
     return nullcontext()
