@@ -20,14 +20,13 @@ from tandem_kernels.layers import (
     mlp_layer,
     mtp_guess,
     mtp_layer,
-    new_delta_rows,
 )
 from tandem_kernels.linear import linear, pack_weight
 from tandem_kernels.packed_weight import PackedWeight
 from tandem_kernels.rms_norm import gated_rms_norm, rms_norm
 from tandem_kernels.rope import rope, rope_tables
 from tandem_kernels.sampling import apply_mask, filter_logits, gumbel_argmax, log_probs, probabilities, uniforms
-from tandem_kernels.state_memory import new_delta_states
+from tandem_kernels.state_memory import PassedState, new_delta_rows, new_delta_states
 from tandem_kernels.tree_plan import PADDING, TreePlan, plan_trees
 
 __all__ = [
@@ -37,6 +36,7 @@ __all__ = [
     "MlpLayer",
     "MtpLayer",
     "PackedWeight",
+    "PassedState",
     "TreePlan",
     "apply_mask",
     "argmax",

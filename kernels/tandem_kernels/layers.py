@@ -13,13 +13,14 @@ from torch import Tensor
 
 from tandem_kernels.attention import attention
 from tandem_kernels.causal_conv import causal_conv
-from tandem_kernels.device import implementation, row_dtype, runs_on_gpu
+from tandem_kernels.device import implementation, row_dtype
 from tandem_kernels.gate_mul import gate_mul
 from tandem_kernels.gated_delta import gated_delta
 from tandem_kernels.linear import linear
 from tandem_kernels.packed_weight import PackedWeight
 from tandem_kernels.rms_norm import gated_rms_norm, rms_norm
 from tandem_kernels.rope import rope
+from tandem_kernels.state_memory import PassedState
 from tandem_kernels.tree_plan import TreePlan
 
 
@@ -178,7 +179,7 @@ def delta_layer(
     conv_state: Tensor,
     delta_state: Tensor,
     trees: TreePlan | None = None,
-    kept: tuple[Tensor, Tensor] | None = None,
+    kept: tuple[Tensor, Tensor, PassedState | None] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x + delta(norm(x)). x: [rows, hidden] float32 contiguous; the rest as in `causal_conv` and `gated_delta`.
 
@@ -188,20 +189,6 @@ def delta_layer(
     return implementation(x).delta_layer(
         layer, x, parents, row_slots, slots, seq_starts, conv_state, delta_state, trees, kept
     )
-
-
-def new_delta_rows(layers: Sequence[DeltaLayer], num_rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Memory for what `delta_layer` keeps for commit (its `kept`), by layer, views of one tensor of each kind.
-
-    The layers are of equal sizes. On the GPU their commit is one launch where the tensors lie at equal distances, as
-    these do.
-    """
-    first, device = layers[0], layers[0].norm.device
-    prepared = first.channels + (2 * first.value_heads if runs_on_gpu(first.norm) else 0)  # GPU: decay and strength too
-    shape = (len(layers), num_rows)
-    projected = torch.empty(*shape, first.input.num_outputs, dtype=row_dtype(device), device=device)
-    qkv = torch.empty(*shape, prepared, dtype=torch.float32, device=device)
-    return list(zip(projected.unbind(), qkv.unbind(), strict=True))
 
 
 def delta_layer_by_ops(
@@ -234,10 +221,14 @@ def commit_delta_layers(
     slots: Tensor,
     path_starts: Tensor,
     path_rows: Tensor,
+    passed: Sequence[PassedState] | None = None,
 ) -> None:
-    """`gated_delta_commit` and `update_conv_state` for several layers of equal sizes, at once; tensors by layer."""
+    """`gated_delta_commit` and `update_conv_state` for several layers of equal sizes, at once; tensors by layer.
+
+    A path that ends in the row of `passed`, or one row later, goes on from that state: the bits are the same.
+    """
     implementation(slots).commit_delta_layers(
-        layers, projected, qkv, conv_states, delta_states, slots, path_starts, path_rows
+        layers, projected, qkv, conv_states, delta_states, slots, path_starts, path_rows, passed
     )
 
 

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tandem_kernels as kernels
 from engine_driver import VOCAB_SIZE, EngineDriver, Plain, engine_config, num_different
 from fakes.tiny_model import tiny_checkpoint
 from fakes.tiny_text_model import tiny_text_checkpoint
 from tandem_backend.engine import Engine
+from tandem_backend.engine.memory import RESERVED_BYTES
 from tandem_backend.errors import CheckpointError, ConfigError
 from tandem_backend.types import Prompt, Request, SamplingParams
 
@@ -85,6 +87,14 @@ def test_memory_too_small_for_the_self_test(tmp_path: Path) -> None:
     wide = tiny_checkpoint(tmp_path, "llama", head_dim=640)
     message = r"^kv_cache_bytes: holds 0 KV blocks; the self-test needs 6"
     refused(wide, message, kv_cache_bytes=1 << 20, self_test_rows=10)
+
+
+def test_passes_that_do_not_fit_beside_the_state(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Engine(engine_config(hybrid, max_prefill_rows=512)).memory
+    free = plan.kv + plan.states + plan.anchors + plan.rows + RESERVED_BYTES
+    monkeypatch.setattr(kernels, "free_bytes", lambda device: free)
+    Engine(engine_config(hybrid, max_prefill_rows=512))
+    refused(hybrid, r"max_prefill_rows: .* do not fit", max_prefill_rows=513)
 
 
 def test_a_checkpoint_that_is_none(tmp_path: Path) -> None:

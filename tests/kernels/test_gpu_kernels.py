@@ -21,7 +21,7 @@ QUICK = [("80", "4b", "1"), ("90", "27b", "1,32"), ("100", "4b", "1")]
 SLOW = [(arch, "27b,4b,plain,narrow", "1,32,64,1024") for arch in ("80", "90", "100")]
 # What ptxas may spill: attention's tiles of 64 and 128 queries of 256 dims leave it no register, nor does, after its
 # loop, the sum of a prefill's tile and its residual.
-ALLOWED_SPILL_BYTES = {"partial_kernel": 512, "linear_kernel": 256}
+ALLOWED_SPILL_BYTES = {"partial_kernel": 512, "linear_kernel": 512}
 
 
 def _compile(arch: str, shape: str, rows: str) -> None:
@@ -32,9 +32,8 @@ def _compile(arch: str, shape: str, rows: str) -> None:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     spilled = {k["kernel"]: k["stack"] for k in kernels if k["stack"] > ALLOWED_SPILL_BYTES.get(k["kernel"], 0)}
     assert not spilled
-    # Delta's sums over keys, of states and of a row, must each have one order in all builds.
-    layouts = sorted({layout for k in kernels for layout in k["key_sums"]})
-    assert len({layout[0] for layout in layouts}) == len(layouts), layouts
+    # Delta's sums over keys must have one order in all builds.
+    assert len({layout for k in kernels for layout in k["key_sums"]}) <= 1, kernels
 
 
 @pytest.mark.parametrize(("arch", "shape", "rows"), QUICK)
@@ -59,6 +58,10 @@ def _interpret(*arguments: str) -> None:
 
 def test_kernels_in_the_interpreter() -> None:
     _interpret("-k", "reference or equals_its_ops or equals_two_steps or plan or together")
+
+
+def test_a_commit_by_way_of_a_passed_state_in_the_interpreter() -> None:
+    _interpret("-k", "beside")
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ BUNDLED = Path(__file__).parents[2] / "model_repository" / "tandem" / "1" / "tan
 
 
 def captured(decoder: Decoder, state: ModelState) -> GraphPasses:
-    return GraphPasses(decoder, state, GraphLimits(64, 512, 60), CudaRecorder(decoder.device))
+    return GraphPasses(decoder, state, GraphLimits(128, 512, 60), CudaRecorder(decoder.device))
 
 
 WAYS: dict[str, MakePasses] = {"launched": LaunchedPasses, "captured": captured}

@@ -11,7 +11,7 @@ from tandem_backend.errors import ConfigError
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import slot_bytes
 
-RESERVED_BYTES = 2 << 30  # for captured passes and what launched ones need while they run
+RESERVED_BYTES = 2 << 30  # for captured passes, and what passes need beyond what they keep until commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +22,7 @@ class MemoryPlan:
     kv: int  # blocks of the target's and the drafters' KV
     states: int  # recurrent slots
     anchors: int  # copies of recurrent slots in the prefix cache, at most
+    rows: int  # what the largest pass keeps until commit
     graphs: int = 0  # captured passes
 
     @classmethod
@@ -30,20 +31,23 @@ class MemoryPlan:
     ) -> "MemoryPlan":
         each = slot_bytes(model.config, model.device)
         anchors = config.prefix_cache_bytes if each else 0
-        return cls(model.num_weight_bytes(), num_blocks * sizes.block_bytes, num_slots * each, anchors)
+        joint_rows = max(config.max_active, config.row_budget) + config.joint_prefill_rows
+        rows = model.pass_bytes(max(config.max_prefill_rows, joint_rows))
+        return cls(model.num_weight_bytes(), num_blocks * sizes.block_bytes, num_slots * each, anchors, rows)
 
     def statistics(self) -> dict[str, float]:
         return {"weight_bytes": self.weights, "state_bytes": self.states, "graph_bytes": self.graphs}
 
     def check(self, model: Decoder) -> None:
-        """Raises ConfigError where KV and states don't fit beside the weights, which are loaded already."""
+        """Raises ConfigError where KV, states and passes don't fit beside the weights, which are loaded already."""
         free = kernels.free_bytes(model.device)
-        if free is not None and self.kv + self.states + self.anchors + RESERVED_BYTES > free:
+        passes = self.rows + RESERVED_BYTES
+        if free is not None and self.kv + self.states + self.anchors + passes > free:
             raise ConfigError(
-                f"kv_cache_bytes, max_active, max_sessions, prefix_cache_bytes: {_gib(self.kv)} of KV, "
-                f"{_gib(self.states)} of recurrent state and {_gib(self.anchors)} of cached states do not fit into the "
-                f"{_gib(free)} that {_gib(self.weights)} of weights leave of {model.device}, with "
-                f"{_gib(RESERVED_BYTES)} kept for passes"
+                f"kv_cache_bytes, max_active, max_sessions, prefix_cache_bytes, max_prefill_rows: {_gib(self.kv)} of "
+                f"KV, {_gib(self.states)} of recurrent state and {_gib(self.anchors)} of cached states do not fit into "
+                f"the {_gib(free)} that {_gib(self.weights)} of weights leave of {model.device}, with {_gib(passes)} "
+                "kept for passes"
             )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,8 @@ class PackedRows:
 
 def pack_ints(*parts: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """An int32 tensor of all parts, and its view of each: making tensors costs more than filling them."""
-    packed = torch.tensor([value for part in parts for value in part], dtype=torch.int32)
+    # By numpy, which reads a list in half the time.
+    packed = torch.from_numpy(np.array([value for part in parts for value in part], dtype=np.int32))
     views: tuple[Tensor, ...] = packed.split_with_sizes([len(part) for part in parts])
     return packed, views
 

@@ -2,7 +2,7 @@
 """The decoder: one forward for any mix of rows of any sequences, one commit for what a round keeps of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import tandem_kernels as kernels
@@ -25,7 +25,7 @@ from tandem_backend.model.layers import (
     new_delta_rows,
 )
 from tandem_backend.model.layout import WeightReader
-from tandem_backend.model.state import KVLayer, ModelState, RecurrentLayer
+from tandem_backend.model.state import KVLayer, ModelState, RecurrentLayer, slot_bytes
 
 
 class DecoderLayer:
@@ -56,6 +56,7 @@ class ForwardResult:
     hidden: Tensor  # [rows, hidden_size] in the type of rows, after the final norm
     layer_rows: tuple[AttentionRows | DeltaRows, ...]
     best: tuple[Tensor, Tensor] | None = None  # argmax of the logits and its log-probabilities, on the host
+    is_lent: bool = False  # the next pass writes into the same memory
 
 
 class Decoder:
@@ -124,6 +125,7 @@ class Decoder:
 
     def write(self, kept: Sequence[AttentionRows | DeltaRows], accepted: AcceptedRows, state: ModelState) -> None:
         """`commit` with everything on the device: `kept` are a pass's rows by layer."""
+        accepted = replace(accepted, places=accepted.places.long())  # once, not in each layer
         mixers: list[GatedDeltaNet] = []
         delta_rows: list[DeltaRows] = []
         delta_states: list[RecurrentLayer] = []
@@ -136,6 +138,10 @@ class Decoder:
                 delta_states.append(layer_state)  # type: ignore[arg-type]
         if mixers:
             commit_delta_layers(mixers, delta_rows, delta_states, accepted)
+
+    def pass_bytes(self, num_rows: int) -> int:
+        """At most so many bytes a pass keeps until commit: its rows, and one state where it is long."""
+        return num_rows * sum(rows.num_bytes for rows in self._new_rows(1)) + slot_bytes(self.config, self.device)
 
     def packed_weights(self) -> list[PackedWeight]:
         """Of all linear layers, the head last."""

@@ -200,7 +200,8 @@ class GraphPasses:
         if batch.logit_rows is not None and bucket.rows <= bucket.logit_rows:  # it has logits of every row
             chosen = batch.logit_rows.long()
             logits, best = self._logits[chosen.to(self._logits.device)], self._host_best[:, chosen]
-        return ForwardResult(logits, self._hidden[: batch.num_rows], (), (best[0], best[1].view(torch.float32)))
+        choices = (best[0], best[1].view(torch.float32))
+        return ForwardResult(logits, self._hidden[: batch.num_rows], (), choices, is_lent=True)
 
     def _fit(self, batch: RowBatch) -> CapturedPass | None:
         if num_logit_rows(batch) > MAX_LOGIT_ROWS or len(batch.sequences) > MAX_LOGIT_ROWS:

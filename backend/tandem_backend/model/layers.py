@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import tandem_kernels as kernels
 import torch
-from tandem_kernels import PackedWeight, TreePlan
+from tandem_kernels import PackedWeight, PassedState, TreePlan
 from torch import Tensor
 
 from tandem_backend.model.batch import AcceptedRows, RowBatch
@@ -28,6 +28,10 @@ class AttentionRows:
     keys: Tensor  # [rows, kv_heads, head_dim]
     values: Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaRows:
@@ -35,6 +39,12 @@ class DeltaRows:
 
     projected: Tensor  # [rows, width], the convolution's inputs first, a and b last
     qkv: Tensor  # [rows, channels or more] after the convolution, as the device's kernels keep them
+    passed: PassedState | None  # of a long pass on a GPU
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the rows alone."""
+        return self.projected.nbytes + self.qkv.nbytes
 
 
 class Attention:
@@ -88,8 +98,9 @@ class Attention:
         return out, rows
 
     def commit(self, rows: AttentionRows, accepted: AcceptedRows, state: KVLayer) -> None:
+        """The places of `accepted` are int64 here."""
         kernels.store_kv(
-            rows.keys, rows.values.flatten(1), state.keys, state.values, accepted.path_rows, accepted.places.long()
+            rows.keys, rows.values.flatten(1), state.keys, state.values, accepted.path_rows, accepted.places
         )
 
 
@@ -129,9 +140,9 @@ class GatedDeltaNet:
             state.conv,
             state.delta,
             trees,
-            (rows.projected, rows.qkv),
+            (rows.projected, rows.qkv, rows.passed),
         )
-        return out, DeltaRows(projected, qkv)
+        return out, DeltaRows(projected, qkv, rows.passed)
 
 
 def new_delta_rows(mixers: Sequence[GatedDeltaNet], num_rows: int) -> list[DeltaRows]:
@@ -148,6 +159,7 @@ def commit_delta_layers(
     accepted: AcceptedRows,
 ) -> None:
     """Replay the accepted rows in all delta layers at once: a layer alone is too little work for a call."""
+    passed = [part.passed for part in rows if part.passed is not None]
     kernels.commit_delta_layers(
         [mixer.kernel for mixer in mixers],
         [part.projected for part in rows],
@@ -157,6 +169,7 @@ def commit_delta_layers(
         accepted.slots,
         accepted.path_starts,
         accepted.path_rows,
+        passed or None,
     )
 
 

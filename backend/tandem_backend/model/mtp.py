@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import tandem_kernels as kernels
 import torch
 from torch import Tensor
@@ -106,9 +107,10 @@ class MtpHead:
 
     def store(self, memory: AttentionRows, places: Sequence[int], kv: KVLayer) -> None:
         """Write the first rows of memory to `places` (block index * block + offset) of kv."""
-        packed, _ = pack_ints(range(len(places)), places)
-        rows, to = packed.to(self.decoder.device).split(len(places))
-        kernels.store_kv(memory.keys, memory.values.flatten(1), kv.keys, kv.values, rows, to.long())
+        device = self.decoder.device
+        rows = torch.arange(len(places), dtype=torch.int32, device=device)
+        to = torch.from_numpy(np.array(places, dtype=np.int64)).to(device, non_blocking=True)
+        kernels.store_kv(memory.keys, memory.values.flatten(1), kv.keys, kv.values, rows, to)
 
     def top_tokens(self, hidden: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         """The `count` likeliest tokens of each row and their probabilities within the drafted vocabulary."""

@@ -49,7 +49,8 @@ class LaunchedMtp:
         self._memory = head.attention.new_rows(0)
 
     def begin(self, max_rows: int, rows_at_once: int, longest_prefix: int) -> None:
-        self._memory = self.head.attention.new_rows(max_rows)
+        if len(self._memory.keys) < max_rows:
+            self._memory = self.head.attention.new_rows(max_rows)
 
     def run(self, hidden: Tensor, rows: MtpRows, places: Sequence[int] = ()) -> Tensor:
         out = self.head.forward(hidden, rows, self.kv, self._memory)

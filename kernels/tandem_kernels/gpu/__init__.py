@@ -4,10 +4,11 @@
 from tandem_kernels.gpu.attention import attention, store_kv
 from tandem_kernels.gpu.choice import argmax, log_probs
 from tandem_kernels.gpu.conv import causal_conv, update_conv_state
-from tandem_kernels.gpu.delta import commit_delta_layers, gated_delta, gated_delta_commit
+from tandem_kernels.gpu.delta import gated_delta, gated_delta_commit
 from tandem_kernels.gpu.layers import (
     attention_handle,
     attention_layer,
+    commit_delta_layers,
     delta_handle,
     delta_layer,
     mlp_handle,

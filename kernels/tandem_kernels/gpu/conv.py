@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.gpu.language import contiguous_rows, launch, next_power_of_2, sigmoid, silu
+from tandem_kernels.state_memory import padded_keys, prepared_width
 
 BLOCK = 256
 
@@ -53,6 +54,17 @@ def causal_conv(x: Tensor, state: Tensor, weight: Tensor, parents: Tensor, row_s
 
 
 @triton.jit
+def _channels(x, state, weight, parents, row_slots, row, n, inside, x_stride, channels, TAPS: tl.constexpr):
+    """Channels n of one row for `prepare_kernel`, 0 where not inside."""
+    if TAPS > 0:
+        slot = tl.load(row_slots + row)
+        values = _convolve(x, state, weight, parents, row, slot, n, inside, x_stride, channels, TAPS)
+    else:
+        values = tl.load(x + row.to(tl.int64) * x_stride + n, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, values, 0.0)
+
+
+@triton.jit
 def prepare_kernel(
     x,
     state,
@@ -69,36 +81,39 @@ def prepare_kernel(
     value_heads,
     dk,
     dv,
+    keys,
+    width,
     TAPS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """One head of one row: queries, then keys, then values. TAPS 0: x is convolved already."""
+    """One head of one row: queries and keys, or values. keys: dk padded. TAPS 0: x is convolved already."""
     row, head = tl.program_id(0), tl.program_id(1)
     channels = 2 * key_heads * dk + value_heads * dv
-    target = out + row.to(tl.int64) * (channels + 2 * value_heads)
-    is_value = head >= 2 * key_heads
-    start = tl.where(is_value, 2 * key_heads * dk + (head - 2 * key_heads) * dv, head * dk)
+    target = out + row.to(tl.int64) * width
+    values = target + 2 * key_heads * keys
+    scalars = values + value_heads * dv
     lane = tl.arange(0, DIM)
-    inside = lane < tl.where(is_value, dv, dk)
-    n = start + lane
-    if TAPS > 0:
-        slot = tl.load(row_slots + row)
-        values = _convolve(x, state, weight, parents, row, slot, n, inside, x_stride, channels, TAPS)
+    if head < key_heads:
+        n = head * dk + lane
+        q = _channels(x, state, weight, parents, row_slots, row, n, lane < dk, x_stride, channels, TAPS)
+        n += key_heads * dk
+        k = _channels(x, state, weight, parents, row_slots, row, n, lane < dk, x_stride, channels, TAPS)
+        q = q / tl.sqrt_rn(tl.sum(q * q) + 1e-6) / tl.sqrt_rn(dk.to(tl.float32))
+        k = k / tl.sqrt_rn(tl.sum(k * k) + 1e-6)
+        tl.store(target + head * keys + lane, q, mask=lane < keys)
+        tl.store(target + (key_heads + head) * keys + lane, k, mask=lane < keys)
+        tl.store(scalars + 2 * value_heads + head, tl.sum(q * k))
     else:
-        values = tl.load(x + row.to(tl.int64) * x_stride + n, mask=inside, other=0.0).to(tl.float32)
-    values = tl.where(inside, values, 0.0)
-    if is_value:
-        value_head = head - 2 * key_heads
+        value_head = head - key_heads
+        n = 2 * key_heads * dk + value_head * dv + lane
+        v = _channels(x, state, weight, parents, row_slots, row, n, lane < dv, x_stride, channels, TAPS)
+        tl.store(values + value_head * dv + lane, v, mask=lane < dv)
         a = tl.load(ab + row.to(tl.int64) * ab_stride + value_head).to(tl.float32) + tl.load(dt_bias + value_head)
         b = tl.load(ab + row.to(tl.int64) * ab_stride + value_heads + value_head).to(tl.float32)
         softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
         decay = tl.exp(-tl.exp(tl.load(a_log + value_head)) * softplus)
-        tl.store(target + channels + value_head, decay)
-        tl.store(target + channels + value_heads + value_head, sigmoid(b))
-    else:
-        values = values / tl.sqrt_rn(tl.sum(values * values) + 1e-6)
-        values = tl.where(head < key_heads, values / tl.sqrt_rn(dk.to(tl.float32)), values)
-    tl.store(target + n, values, mask=inside)
+        tl.store(scalars + value_head, decay)
+        tl.store(scalars + value_heads + value_head, sigmoid(b))
 
 
 def prepare(
@@ -110,21 +125,22 @@ def prepare(
     sizes: tuple[int, int, int, int],
     out: Tensor | None = None,
 ) -> Tensor:
-    """What the delta rule's walk reads of each row: convolved, q and k normalised, then decays and strengths.
+    """What the delta rule's walk reads of each row: convolved, q and k normalised, then decays, strengths and q.k.
 
     x: [rows, channels or more]; conv: state, weight, parents, row_slots, or None where x is convolved already; sizes:
-    key_heads, value_heads, dk, dv. Returns [rows, channels + 2 * value_heads] float32.
+    key_heads, value_heads, dk, dv. Returns [rows, prepared_width] float32.
     """
     key_heads, value_heads, dk, dv = sizes
-    rows, channels = x.shape[0], 2 * key_heads * dk + value_heads * dv
+    rows, width, keys = x.shape[0], prepared_width(*sizes), padded_keys(dk)
     x, ab = contiguous_rows(x), contiguous_rows(ab)
     if out is None:
-        out = torch.empty(rows, channels + 2 * value_heads, dtype=torch.float32, device=x.device)
+        out = torch.empty(rows, width, dtype=torch.float32, device=x.device)
     state, weight, parents, row_slots = conv or (None, None, None, None)
-    args = (x, state, weight, parents, row_slots, ab, a_log, dt_bias, out, x.stride(0), ab.stride(0), *sizes)
+    strides = (x.stride(0), ab.stride(0))
+    args = (x, state, weight, parents, row_slots, ab, a_log, dt_bias, out, *strides, *sizes, keys, width)
     taps = 0 if weight is None else weight.shape[0]
-    grid = (rows, 2 * key_heads + value_heads)
-    launch(prepare_kernel, grid, *args, TAPS=taps, DIM=next_power_of_2(max(dk, dv)), num_warps=1)
+    grid = (rows, key_heads + value_heads)
+    launch(prepare_kernel, grid, *args, TAPS=taps, DIM=next_power_of_2(max(keys, dv)), num_warps=1)
     return out
 
 

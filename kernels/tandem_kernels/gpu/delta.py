@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gated delta rule: one step function, walked along root-to-leaf paths for decode, verify, prefill and commit.
 
-A program holds a few columns of one head's state in the registers of its one warp, laid out as the state's load asks in
-all builds, so the order of the sums over keys is the same in all. Rows that paths share get the same bits from each.
+A program holds a few columns of one head's state in the registers of its one warp, in an order of keys that is the same
+in all builds (`delta_step.py`). Rows that paths share get the same bits from each.
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -15,106 +13,26 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_kernels.device import IS_INTERPRETED
-from tandem_kernels.gpu.conv import prepare, update_conv_states
-from tandem_kernels.gpu.language import launch, next_power_of_2
+from tandem_kernels.gpu.conv import prepare
+from tandem_kernels.gpu.delta_step import load_operands, load_state, read, store_output, store_state, walk_path
+from tandem_kernels.gpu.language import capability, launch
 from tandem_kernels.gpu.trees import plan_trees
+from tandem_kernels.state_memory import PassedState, padded_keys
 from tandem_kernels.tree_plan import TreePlan
 
-if TYPE_CHECKING:
-    from tandem_kernels.layers import DeltaLayer
-
-COLUMNS = 64 if IS_INTERPRETED else 16  # of a state in one program; few programs where each is slow
+# Columns of a state in one program, and rows whose operands it holds. A long pass is one chain, for which there must be
+# many programs that rarely wait; a tree has paths enough, so there the registers are what bounds how many run at once.
+# In the interpreter a program is slow.
+SHORT = (64 if IS_INTERPRETED else 16, 2)
+SHORT_REGISTERS = {90: 168}  # at most, by architecture, where that was measured and spills none
+LONG = (64 if IS_INTERPRETED else 8, 3)
 PATHS = 16  # walked at the same time by different programs; one program takes every PATHS-th
 
 
-@triton.jit
-def _read(state, q, k, v, decay, strength):
-    """state: [keys, columns] before the row. Returns what the row adds along k, and its output."""
-    stored = tl.sum(state * k[:, None], 0)
-    read = tl.sum(state * q[:, None], 0)
-    delta = (v - decay * stored) * strength
-    return delta, tl.fma(read, decay + tl.zeros_like(read), tl.sum(k * q) * delta)
-
-
-@triton.jit
-def _step(state, q, k, v, decay, strength):
-    """Returns the state after the row and the row's output."""
-    delta, out = _read(state, q, k, v, decay, strength)
-    keys = tl.broadcast_to(k[:, None], state.shape)
-    return tl.fma(keys, tl.broadcast_to(delta[None, :], state.shape), state * decay), out
-
-
-@triton.jit
-def _row(path, root, t, HAS_LIST: tl.constexpr):
-    if HAS_LIST:
-        return tl.load(path + t).to(tl.int64)
-    else:
-        return tl.where(root >= 0, root + t, tl.load(path + t, mask=root < 0, other=0)).to(tl.int64)
-
-
-@triton.jit
-def _operands(
-    qkv,
-    row,
-    width: tl.constexpr,
-    head,
-    value_heads: tl.constexpr,
-    key_heads: tl.constexpr,
-    dk: tl.constexpr,
-    dv: tl.constexpr,
-    keys,
-    columns,
-):
-    """q, k [keys], v [columns], decay and strength of one row and head."""
-    source = qkv + row * width
-    key_head = head // (value_heads // key_heads)
-    q = tl.load(source + key_head * dk + keys, mask=keys < dk, other=0.0)
-    k = tl.load(source + (key_heads + key_head) * dk + keys, mask=keys < dk, other=0.0)
-    v = tl.load(source + 2 * key_heads * dk + head * dv + columns, mask=columns < dv, other=0.0)
-    decay = tl.load(source + width - 2 * value_heads + head)
-    strength = tl.load(source + width - value_heads + head)
-    return q, k, v, decay, strength
-
-
-@triton.jit
-def _walk(
-    qkv,
-    state,
-    out,
-    path,
-    root,
-    length,
-    steps,
-    width: tl.constexpr,
-    head,
-    value_heads: tl.constexpr,
-    key_heads: tl.constexpr,
-    dk: tl.constexpr,
-    dv: tl.constexpr,
-    keys,
-    columns,
-    IS_COMMIT: tl.constexpr,
-):
-    """Steps along a path of `length` rows. The next two rows' operands are on their way while a row is worked on.
-
-    Returns the state after `steps` rows, and the next row's operands if there is one.
-    """
-    row = _row(path, root, 0, IS_COMMIT)
-    q, k, v, decay, strength = _operands(qkv, row, width, head, value_heads, key_heads, dk, dv, keys, columns)
-    row1 = _row(path, root, min(1, length - 1), IS_COMMIT)
-    q1, k1, v1, d1, s1 = _operands(qkv, row1, width, head, value_heads, key_heads, dk, dv, keys, columns)
-    for t in range(steps):
-        row2 = _row(path, root, min(t + 2, length - 1), IS_COMMIT)
-        q2, k2, v2, d2, s2 = _operands(qkv, row2, width, head, value_heads, key_heads, dk, dv, keys, columns)
-        state, o = _step(state, q, k, v, decay, strength)
-        if not IS_COMMIT:
-            tl.store(out + row * value_heads * dv + head * dv + columns, o, mask=columns < dv)
-        row, q, k, v, decay, strength = row1, q1, k1, v1, d1, s1
-        row1, q1, k1, v1, d1, s1 = row2, q2, k2, v2, d2, s2
-    return state, q, k, v, decay, strength
-
-
-@triton.jit(do_not_specialize=["num_rows", "longest"])
+@triton.jit(
+    do_not_specialize=["num_rows", "longest"],
+    do_not_specialize_on_alignment=["row_slots", "depths", "roots", "paths", "leaves", "siblings"],
+)
 def gated_delta_kernel(
     qkv,
     state,
@@ -125,119 +43,121 @@ def gated_delta_kernel(
     leaves,
     siblings,
     out,
+    passed,
+    passed_row,
     slot_stride,
     head_stride,
     key_stride,
-    column_stride,
     num_rows,
     longest,
+    width: tl.constexpr,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
     dk: tl.constexpr,
     dv: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PATHS: tl.constexpr,
+    SETS: tl.constexpr,
 ):
     """Columns of a head: from the state that a slot keeps along the path above a leaf, then its leaf siblings' outputs.
 
-    Rows above are written by each path that they are on, with the same bits.
+    Rows above are written by each path that they are on, with the same bits. passed, passed_row: a PassedState or None.
     """
     head = tl.program_id(1)
-    keys = tl.arange(0, KEYS)
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (keys < dk)[:, None] & (columns < dv)[None, :]
-    place = head * head_stride + keys[:, None] * key_stride + columns[None, :] * column_stride
-    width: tl.constexpr = 2 * key_heads * dk + value_heads * dv + 2 * value_heads
-    for leaf in range(tl.program_id(2), tl.load(leaves), PATHS):
+    for leaf in range(tl.program_id(2), tl.load(leaves), tl.num_programs(2)):
         row = tl.load(leaves + 1 + leaf)
         sibling, slot = tl.load(siblings + row), tl.load(row_slots + row).to(tl.int64)
         root, depth = tl.load(roots + row), tl.load(depths + row)
         if sibling >= 0:
-            matrix = tl.load(state + slot * slot_stride + place, mask=inside, other=0.0)
+            source = state + slot * slot_stride + head * head_stride
+            parts = load_state(source, key_stride, columns, dk, dv, KEYS)
             path = paths + row.to(tl.int64) * longest
-            matrix, q, k, v, decay, strength = _walk(
-                qkv, matrix, out, path, root, depth + 1, depth, width, head, value_heads, key_heads, dk, dv, keys,
-                columns, False,
+            parts = walk_path(
+                qkv, parts, out, path, root, depth + 1, depth, width, head, key_heads, value_heads, dv, KEYS,
+                columns, SETS, False,
             )  # fmt: skip
+            if passed is not None:
+                is_long = (root >= 0) & (2 * depth > num_rows)
+                store_state(passed + head * head_stride, parts, key_stride, columns, dk, dv, is_long)
+                tl.store(passed_row, row - 1, mask=is_long)
             while row < num_rows:
-                _, o = _read(matrix, q, k, v, decay, strength)
-                target = out + row.to(tl.int64) * value_heads * dv + head * dv
-                tl.store(target + columns, o, mask=columns < dv)
+                at = row.to(tl.int64)
+                operands = load_operands(qkv, at, width, head, key_heads, value_heads, dv, KEYS, columns)
+                _, o = read(parts, operands)
+                store_output(out, at, o, head, value_heads, dv, columns)
                 row = sibling
                 if row < num_rows:
-                    q, k, v, decay, strength = _operands(
-                        qkv, row.to(tl.int64), width, head, value_heads, key_heads, dk, dv, keys, columns
-                    )
                     sibling = -1 - tl.load(siblings + row)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["slots", "path_starts", "path_rows"])
 def commit_delta_kernel(
     qkv,
     state,
     slots,
     path_starts,
     path_rows,
+    passed,
+    passed_row,
     slot_stride,
     head_stride,
     key_stride,
-    column_stride,
     qkv_layer_stride,
     state_layer_stride,
+    passed_layer_stride,
     num_seqs,
+    width: tl.constexpr,
     key_heads: tl.constexpr,
     value_heads: tl.constexpr,
     dk: tl.constexpr,
     dv: tl.constexpr,
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SETS: tl.constexpr,
 ):
+    """Columns of a layer's head: from a slot's state along a path, or from the PassedState of a row at its end."""
     head = tl.program_id(1)
     seq, layer = tl.program_id(2) % num_seqs, (tl.program_id(2) // num_seqs).to(tl.int64)
     first = tl.load(path_starts + seq)
     length = tl.load(path_starts + seq + 1) - first
     if length > 0:
-        keys = tl.arange(0, KEYS)
         columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (keys < dk)[:, None] & (columns < dv)[None, :]
-        place = head * head_stride + keys[:, None] * key_stride + columns[None, :] * column_stride
-        width: tl.constexpr = 2 * key_heads * dk + value_heads * dv + 2 * value_heads
-        target = state + layer * state_layer_stride + tl.load(slots + seq).to(tl.int64) * slot_stride + place
+        slot = tl.load(slots + seq).to(tl.int64)
+        target = state + layer * state_layer_stride + slot * slot_stride + head * head_stride
         rows = qkv + layer * qkv_layer_stride
-        matrix = tl.load(target, mask=inside, other=0.0)
-        path = path_rows + first
-        matrix, _, _, _, _, _ = _walk(
-            rows,
-            matrix,
-            rows,
-            path,
-            -1,
-            length,
-            length,
-            width,
-            head,
-            value_heads,
-            key_heads,
-            dk,
-            dv,
-            keys,
-            columns,
+        path, steps, source = path_rows + first, length, target
+        if passed is not None:
+            end, row = path + length - 1, tl.load(passed_row)
+            is_end = tl.load(end) == row
+            is_passed = is_end | (tl.load(end - 1, mask=length > 1, other=-2) == row)
+            source = tl.where(is_passed, passed + layer * passed_layer_stride + head * head_stride, target)
+            skipped = tl.where(is_passed, length - 1, 0)
+            path, length = path + skipped, length - skipped
+            steps = tl.where(is_end, 0, length)
+        parts = load_state(source, key_stride, columns, dk, dv, KEYS)
+        parts = walk_path(
+            rows, parts, rows, path, -1, length, steps, width, head, key_heads, value_heads, dv, KEYS, columns, SETS,
             True,
-        )
-        tl.store(target, matrix, mask=inside)
+        )  # fmt: skip
+        store_state(target, parts, key_stride, columns, dk, dv, True)
 
 
-def walk(qkv: Tensor, state: Tensor, row_slots: Tensor, key_heads: int, trees: TreePlan) -> Tensor:
-    """Outputs [rows, value_heads * dv] float32 of prepared rows; state [slots, value_heads, dk, dv], any strides."""
+def walk(
+    qkv: Tensor, state: Tensor, row_slots: Tensor, key_heads: int, trees: TreePlan, passed: PassedState | None = None
+) -> Tensor:
+    """Outputs [rows, value_heads * dv] float32 of prepared rows; state [slots, value_heads, dk, dv], dv contiguous."""
+    assert state.stride(3) == 1
+    assert passed is None or passed.state.stride() == state.stride()[1:]
     rows, (_, value_heads, dk, dv) = qkv.shape[0], state.shape
     out = torch.empty(rows, value_heads * dv, dtype=torch.float32, device=qkv.device)
     plan = (trees.depths, trees.roots, trees.paths, trees.leaves, trees.siblings)
-    sizes = (rows, trees.paths.shape[1], key_heads, value_heads, dk, dv)
-    args = (qkv, state, row_slots, *plan, out, *state.stride(), *sizes)
-    paths = min(rows, PATHS)
-    grid = (triton.cdiv(dv, COLUMNS), value_heads, paths)
-    launch(gated_delta_kernel, grid, *args, KEYS=next_power_of_2(dk), COLUMNS=COLUMNS, PATHS=paths, num_warps=1)
+    sizes = (rows, trees.paths.shape[1], qkv.shape[1], key_heads, value_heads, dk, dv, padded_keys(dk))
+    args = (qkv, state, row_slots, *plan, out, *_pointers(passed), *state.stride()[:3], *sizes)
+    columns, sets = SHORT if passed is None else LONG
+    registers = SHORT_REGISTERS.get(capability()) if passed is None else None
+    grid = (triton.cdiv(dv, columns), value_heads, min(rows, PATHS))
+    launch(gated_delta_kernel, grid, *args, COLUMNS=columns, SETS=sets, num_warps=1, maxnreg=registers)
     return out
 
 
@@ -248,14 +168,25 @@ def commit(
     path_starts: Tensor,
     path_rows: Tensor,
     key_heads: int,
-    strides: tuple[int, int],
+    strides: tuple[int, int, int],
+    passed: PassedState | None = None,
 ) -> None:
-    """Advance states by the prepared rows of each path; strides: elements from a layer's tensors to the next one's."""
+    """Advance states by the prepared rows of each path.
+
+    strides: elements from a layer's qkv, states and passed state to the next one's; passed: the first layer's.
+    """
+    assert states[0].stride(3) == 1
     _, value_heads, dk, dv = states[0].shape
-    sizes = (len(slots), key_heads, value_heads, dk, dv)
-    args = (qkv[0], states[0], slots, path_starts, path_rows, *states[0].stride(), *strides, *sizes)
-    grid = (triton.cdiv(dv, COLUMNS), value_heads, len(slots) * len(qkv))
-    launch(commit_delta_kernel, grid, *args, KEYS=next_power_of_2(dk), COLUMNS=COLUMNS, num_warps=1)
+    sizes = (len(slots), qkv[0].shape[1], key_heads, value_heads, dk, dv, padded_keys(dk))
+    path = (slots, path_starts, path_rows)
+    args = (qkv[0], states[0], *path, *_pointers(passed), *states[0].stride()[:3], *strides, *sizes)
+    columns, sets = SHORT
+    grid = (triton.cdiv(dv, columns), value_heads, len(slots) * len(qkv))
+    launch(commit_delta_kernel, grid, *args, COLUMNS=columns, SETS=sets, num_warps=1)
+
+
+def _pointers(passed: PassedState | None) -> tuple[Tensor | None, Tensor | None]:
+    return (passed.state, passed.row) if passed is not None else (None, None)
 
 
 def gated_delta(
@@ -292,32 +223,4 @@ def gated_delta_commit(
 ) -> None:
     _, value_heads, dk, dv = state.shape
     prepared = prepare(qkv, None, ab, a_log, dt_bias, (key_heads, value_heads, dk, dv))
-    commit([prepared], [state], slots, path_starts, path_rows, key_heads, (0, 0))
-
-
-def commit_delta_layers(
-    layers: Sequence["DeltaLayer"],
-    projected: Sequence[Tensor],
-    qkv: Sequence[Tensor],
-    conv_states: Sequence[Tensor],
-    delta_states: Sequence[Tensor],
-    slots: Tensor,
-    path_starts: Tensor,
-    path_rows: Tensor,
-) -> None:
-    """One launch for all layers where their tensors lie at equal distances, else one a layer."""
-    distances = [_distance(tensors) for tensors in (qkv, delta_states, projected, conv_states)]
-    groups = [slice(0, len(layers))] if None not in distances else [slice(i, i + 1) for i in range(len(layers))]
-    qkv_stride, delta_stride, x_stride, conv_stride = (distance or 0 for distance in distances)
-    path = (slots, path_starts, path_rows)
-    for part in groups:
-        commit(qkv[part], delta_states[part], *path, layers[0].key_heads, (qkv_stride, delta_stride))
-        update_conv_states(projected[part], conv_states[part], *path, (x_stride, conv_stride))
-
-
-def _distance(tensors: Sequence[Tensor]) -> int | None:
-    """Elements from each tensor to the next; None where that differs or is no whole number."""
-    addresses = [tensor.data_ptr() for tensor in tensors]
-    steps = {after - before for before, after in pairwise(addresses)} or {0}
-    step, size = steps.pop(), tensors[0].element_size()
-    return None if steps or step % size else step // size
+    commit([prepared], [state], slots, path_starts, path_rows, key_heads, (0, 0, 0))

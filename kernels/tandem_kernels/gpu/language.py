@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several kernels share: the dot product, the gates and how a kernel is started."""
 
+import functools
 from typing import Any
 
 import triton
@@ -56,3 +57,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 def contiguous_rows(x: Tensor) -> Tensor:
     """x itself where the elements of a row lie side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@functools.cache
+def capability() -> int:
+    """The device's architecture, 90 for Hopper; an interpreter's is 0. A process uses devices of one kind."""
+    return 0 if IS_INTERPRETED else int(triton.runtime.driver.active.get_current_target().arch)

@@ -14,7 +14,16 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tandem_kernels.device import IS_INTERPRETED
-from tandem_kernels.gpu.language import ACCUMULATOR, cast, contiguous_rows, dot, launch, next_power_of_2, silu
+from tandem_kernels.gpu.language import (
+    ACCUMULATOR,
+    capability,
+    cast,
+    contiguous_rows,
+    dot,
+    launch,
+    next_power_of_2,
+    silu,
+)
 from tandem_kernels.packed_weight import PackedWeight
 
 PLAIN, RESIDUAL, GATED = (tl.constexpr(i) for i in range(3))  # what happens to the finished sum
@@ -43,10 +52,20 @@ def _tile(
         return tl.load(source + rows.to(tl.int64)[:, None] * stride + inputs[None, :], mask=inside, other=0.0)
 
 
+@triton.jit
+def _targets(row, output, num_rows, num_outputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Where [ROWS, OUTPUTS] from (row, output) on lie in the result, and which of them are inside of it."""
+    rows = row + tl.arange(0, ROWS)
+    outputs = output + tl.arange(0, OUTPUTS)
+    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
+    return rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :], inside
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
     x,
     weight,
+    second_weight,
     residual,
     out,
     num_rows,
@@ -55,6 +74,7 @@ def linear_kernel(
     x_stride,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr,
+    SECOND: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EPILOGUE: tl.constexpr,
     IS_WIDE: tl.constexpr,
@@ -62,24 +82,28 @@ def linear_kernel(
     X_DESCRIPTOR: tl.constexpr,
     W_DESCRIPTOR: tl.constexpr,
 ):
-    """A tile of x @ weight.T. GATED: the weight holds num_outputs gate rows, then as many up rows.
+    """A tile of x @ weight.T, BLOCK_OUTPUTS wide or, where SECOND is not 0, that much wider: widths are powers of two.
 
+    GATED: the weight holds num_outputs gate rows, then as many up rows, of which the second part of a tile is made.
     Programs go through GROUP tiles of rows before the next tile of outputs, so that a tile of weights is read once.
     """
+    WIDTH: tl.constexpr = BLOCK_OUTPUTS if EPILOGUE == GATED else BLOCK_OUTPUTS + SECOND
     row_tiles = tl.cdiv(num_rows, BLOCK_ROWS)
-    output_tiles = tl.cdiv(num_outputs, BLOCK_OUTPUTS)
+    output_tiles = tl.cdiv(num_outputs, WIDTH)
     group = tl.program_id(0) // (GROUP * output_tiles)
     in_group = tl.program_id(0) % (GROUP * output_tiles)
     size = min(row_tiles - group * GROUP, GROUP)
     row = (group * GROUP + in_group % size) * BLOCK_ROWS
-    output = (in_group // size) * BLOCK_OUTPUTS
+    output = (in_group // size) * WIDTH
     weight_rows = num_outputs * 2 if EPILOGUE == GATED else num_outputs
+    second_output = output + (num_outputs if EPILOGUE == GATED else BLOCK_OUTPUTS)
 
-    if IS_WIDE:
-        acc = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS), ACCUMULATOR)
-    else:
-        acc = tl.zeros((BLOCK_ROWS, BLOCK_OUTPUTS), ACCUMULATOR)
-    up = acc
+    place, inside = _targets(row, output, num_rows, num_outputs, BLOCK_ROWS, BLOCK_OUTPUTS)
+    if EPILOGUE == RESIDUAL and IS_WIDE:  # a small tile: on its way during the sums
+        before = tl.load(residual + place, mask=inside, other=0.0)
+    acc = tl.zeros((BLOCK_OUTPUTS, BLOCK_ROWS) if IS_WIDE else (BLOCK_ROWS, BLOCK_OUTPUTS), ACCUMULATOR)
+    if SECOND:
+        second = tl.zeros((SECOND, BLOCK_ROWS) if IS_WIDE else (BLOCK_ROWS, SECOND), ACCUMULATOR)
     for k in range(0, num_inputs, BLOCK_K):
         a = _tile(x, row, k, num_rows, num_inputs, x_stride, BLOCK_ROWS, BLOCK_K, X_DESCRIPTOR)
         w = _tile(weight, output, k, weight_rows, num_inputs, num_inputs, BLOCK_OUTPUTS, BLOCK_K, W_DESCRIPTOR)
@@ -87,35 +111,29 @@ def linear_kernel(
             acc = dot(w, a.T, acc)
         else:
             acc = dot(a, w.T, acc)
-        if EPILOGUE == GATED:
+        if SECOND:
             v = _tile(
-                weight,
-                num_outputs + output,
-                k,
-                weight_rows,
-                num_inputs,
-                num_inputs,
-                BLOCK_OUTPUTS,
-                BLOCK_K,
-                W_DESCRIPTOR,
+                second_weight, second_output, k, weight_rows, num_inputs, num_inputs, SECOND, BLOCK_K, W_DESCRIPTOR
             )
             if IS_WIDE:
-                up = dot(v, a.T, up)
+                second = dot(v, a.T, second)
             else:
-                up = dot(a, v.T, up)
+                second = dot(a, v.T, second)
 
     result = acc.to(tl.float32)
     if EPILOGUE == GATED:
-        result = silu(result) * up.to(tl.float32)
+        result = silu(result) * second.to(tl.float32)
     if IS_WIDE:
         result = tl.trans(result)
-    rows = row + tl.arange(0, BLOCK_ROWS)
-    outputs = output + tl.arange(0, BLOCK_OUTPUTS)
-    inside = (rows < num_rows)[:, None] & (outputs < num_outputs)[None, :]
-    place = rows.to(tl.int64)[:, None] * num_outputs + outputs[None, :]
     if EPILOGUE == RESIDUAL:
-        result += tl.load(residual + place, mask=inside, other=0.0)
+        result += before if IS_WIDE else tl.load(residual + place, mask=inside, other=0.0)
     tl.store(out + place, cast(result, out.dtype.element_ty), mask=inside)
+    if WIDTH > BLOCK_OUTPUTS:
+        place, inside = _targets(row, second_output, num_rows, num_outputs, BLOCK_ROWS, SECOND)
+        result = second.to(tl.float32)
+        if EPILOGUE == RESIDUAL:
+            result += tl.load(residual + place, mask=inside, other=0.0)
+        tl.store(out + place, cast(result, out.dtype.element_ty), mask=inside)
 
 
 class Tiles(NamedTuple):
@@ -127,22 +145,43 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     is_wide: bool
+    more_outputs: int = 0  # of the same tile: `outputs` is a power of two. Not where the layer is gated or is_wide
+
+
+# Of more than MAX_WIDE_ROWS rows.
+SQUARE_TILES = Tiles(128, 128, 64, 4, 3, False)
+LONG_TILES = Tiles(128, 256, 64, 8, 3, False, 64)
 
 
 def choose_tiles(num_rows: int, num_outputs: int, num_inputs: int, *, is_gated: bool) -> Tiles:
     """Measured on an H200, see kernels/README.md."""
-    longest_k = max(next_power_of_2(num_inputs), 64)
     if num_rows > MAX_WIDE_ROWS:
-        return Tiles(128, 128, 64, 8 if is_gated else 4, 4 if num_outputs <= 8192 else 3, False)
+        return _choose_large_tiles(num_rows, num_outputs, is_gated=is_gated)
+    longest_k = max(next_power_of_2(num_inputs), 64)
     rows = max(16, next_power_of_2(num_rows))
     if is_gated:
         # Two programs a processor may be all there are; else three should fit.
         k, stages = (64, 3) if rows > 16 else (128, 3) if num_outputs <= 16384 else (128, 2)
     elif num_outputs <= 8192:  # few programs: each needs more in flight
-        k, stages = (256, 4) if rows <= 32 else (128, 6)
+        k, stages = (128, 6) if rows > 32 else (128, 8) if num_outputs <= 4096 else (256, 4)
     else:
         k, stages = (128, 3) if rows == 64 or num_outputs >= 65536 else (128, 4)
     return Tiles(rows, 64, min(k, longest_k), 4, stages, True)
+
+
+def _choose_large_tiles(num_rows: int, num_outputs: int, *, is_gated: bool) -> Tiles:
+    if is_gated:
+        return SQUARE_TILES._replace(num_warps=8)
+    square = SQUARE_TILES._replace(num_stages=4 if num_outputs <= 8192 else 3)
+    choices = (square, LONG_TILES) if _has_copy_engine() else (square,)
+    return min(choices, key=lambda tiles: _most_outputs(tiles, num_rows, num_outputs))
+
+
+def _most_outputs(tiles: Tiles, num_rows: int, num_outputs: int) -> int:
+    """Outputs of a tile's rows that the processor with the most tiles has to do, the others waiting in the end."""
+    width = tiles.outputs + tiles.more_outputs
+    num_tiles = triton.cdiv(num_rows, tiles.rows) * triton.cdiv(num_outputs, width)
+    return width * triton.cdiv(num_tiles, _num_processors())
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
@@ -185,13 +224,15 @@ def run_linear(
     """`linear` with chosen tiles; x bfloat16, weight [outputs, inputs] bfloat16 contiguous."""
     rows, num_outputs = out.shape
     epilogue = GATED if is_gated else PLAIN if residual is None else RESIDUAL
+    second = tiles.outputs if is_gated else tiles.more_outputs
     x_source = _source(x, tiles.rows, tiles.k)
     w_source = _source(weight, tiles.outputs, tiles.k)
     launch(
         linear_kernel,
-        (triton.cdiv(rows, tiles.rows) * triton.cdiv(num_outputs, tiles.outputs),),
+        (triton.cdiv(rows, tiles.rows) * triton.cdiv(num_outputs, tiles.outputs + tiles.more_outputs),),
         x_source,
         w_source,
+        _source(weight, second, tiles.k) if tiles.more_outputs else w_source,
         residual,
         out,
         rows,
@@ -200,6 +241,7 @@ def run_linear(
         x.stride(0),
         BLOCK_ROWS=tiles.rows,
         BLOCK_OUTPUTS=tiles.outputs,
+        SECOND=second,
         BLOCK_K=tiles.k,
         EPILOGUE=epilogue,
         IS_WIDE=tiles.is_wide,
@@ -219,7 +261,11 @@ def _source(matrix: Tensor, block_rows: int, block_k: int) -> Any:
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [block_rows, block_k])
 
 
-@functools.cache
 def _has_copy_engine() -> bool:
-    """Of one kind of device: a process uses no two."""
-    return IS_INTERPRETED or int(triton.runtime.driver.active.get_current_target().arch) >= 90
+    return IS_INTERPRETED or capability() >= 90
+
+
+@functools.cache
+def _num_processors() -> int:
+    """Multiprocessors of the device; an H200's where kernels are interpreted or only compiled."""
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132

@@ -142,6 +142,7 @@ def jobs(shape: str, rows: int) -> None:
 def delta_jobs(hidden: int, key_heads: int, value_heads: int, x: Tensor, parents: Tensor, seqs: int) -> None:
     from tandem_kernels import gpu
     from tandem_kernels.layers import DeltaLayer
+    from tandem_kernels.state_memory import LONG_PASS, PassedState, prepared_width
 
     rows, dk, dv, layers, slots = len(parents), 128, 128, 3, 8
     channels = 2 * key_heads * dk + value_heads * dv
@@ -161,9 +162,13 @@ def delta_jobs(hidden: int, key_heads: int, value_heads: int, x: Tensor, parents
     )
     state, conv = f32(slots, value_heads, dk, dv), bf16(slots, 3, channels)
     trees = gpu.plan_trees(parents, parents)
-    _, projected, qkv = gpu.delta_layer(layer, x, parents, parents, i32(seqs), i32(seqs + 1), conv, state, trees)
+    passed = PassedState(f32(value_heads, dk, dv), i32(1)) if rows >= LONG_PASS else None
+    kept = bf16(rows, layer.input.num_outputs), f32(rows, prepared_width(key_heads, value_heads, dk, dv)), passed
+    batch = (parents, parents, i32(seqs), i32(seqs + 1))
+    _, projected, qkv = gpu.delta_layer(layer, x, *batch, conv, state, trees, kept)
     parts = ([part] * layers for part in (projected, qkv, conv, state))
-    gpu.commit_delta_layers([layer] * layers, *parts, i32(seqs), i32(seqs + 1), i32(rows))
+    path = (i32(seqs), i32(seqs + 1), i32(rows))
+    gpu.commit_delta_layers([layer] * layers, *parts, *path, [passed] * layers if passed is not None else None)
     gpu.causal_conv(projected, conv, layer.conv, parents, parents)
     gpu.gated_delta_commit(
         f32(rows, channels), bf16(rows, 2 * value_heads), f32(value_heads), f32(value_heads), state, i32(seqs),
@@ -172,17 +177,10 @@ def delta_jobs(hidden: int, key_heads: int, value_heads: int, x: Tensor, parents
 
 
 def key_sums(ttgir: str) -> list[str]:
-    """How the delta rule's sums over keys lie in registers, by the dimensions of what is summed: their order follows.
-
-    Of two dimensions the first counts: keys a thread holds side by side, lanes and warps that share them.
-    """
+    """How the delta rule's sums over lanes lie in registers, their first dimension: the order of sums over keys."""
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", ttgir, re.M))
-    summed = re.findall(r'"tt.reduce"\([^)]*\).*?\) : \(tensor<(\d+x)(\d+x)?f32, (#\w+)>\)', ttgir, re.S)
-    found = set()
-    for _, columns, name in summed:
-        sizes = re.findall(r"(\w+) = \[(\d+)", layouts.get(name, name))
-        found.add(f"{2 if columns else 1}: {sizes}")
-    return sorted(found)
+    summed = re.findall(r'"tt.reduce"\([^)]*\).*?\) : \(tensor<\d+x\d+xf32, (#\w+)>\)', ttgir, re.S)
+    return sorted({str(re.findall(r"(\w+) = \[(\d+)", layouts.get(name, name))) for name in summed})
 
 
 def report(name: str, kernel: Any) -> dict[str, Any]:

@@ -54,6 +54,9 @@ SHAPES = (
     else [(5120, 6144), (16480, 5120), (34816, 5120), (1003, 67), (4096, 2568), (131, 72), (131072, 512)]
 )
 
+# Apart from the cases: to name them, no weight of a gigabyte need be made.
+LINEAR_NAMES = [f"linear{kind}-{outputs}x{inputs}" for outputs, inputs in SHAPES for kind in ("", "-residual")]
+
 
 def linear_cases(device: torch.device, rows: int = ROWS) -> list[GpuRowCase]:
     cases = []

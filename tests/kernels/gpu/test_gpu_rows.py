@@ -1,30 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """GPU ops without ancestors: near their reference, and each row's bits independent of all else."""
 
+import sys
+
 import pytest
 import torch
 from fakes.bits import assert_same_bits
-from gpu_cases import BF16, BF16_TOLERANCE, ROWS, GpuRowCase, Source, linear_cases, row_cases
+from gpu_cases import (
+    BF16,
+    BF16_TOLERANCE,
+    F32_TOLERANCE,
+    LINEAR_NAMES,
+    ROWS,
+    GpuRowCase,
+    Source,
+    linear_cases,
+    row_cases,
+)
 from tandem_kernels import gate_mul
 from tandem_kernels.device import IS_INTERPRETED
 from tandem_kernels.gate_mul import gate_mul_reference
-from tandem_kernels.gpu.linear import linear, pack_weight
+from tandem_kernels.gpu.linear import LONG_TILES, SQUARE_TILES, Tiles, choose_tiles, linear, pack_weight, run_linear
+from tandem_kernels.linear import linear_reference
 
 CPU = torch.device("cpu")
+linear_module = sys.modules[linear.__module__]
 
 
 @pytest.fixture(scope="module")
-def cases(device: torch.device) -> list[GpuRowCase]:
-    return [*row_cases(device), *linear_cases(device)]
+def cases(device: torch.device) -> dict[str, GpuRowCase]:
+    return {case.name: case for case in (*row_cases(device), *linear_cases(device))}
 
 
-NAMES = [
-    case.name for case in [*row_cases(CPU, 2), *linear_cases(CPU, 2)]
-]  # fmt: skip
-
-
-@pytest.fixture(params=range(len(NAMES)), ids=NAMES)
-def case(request: pytest.FixtureRequest, cases: list[GpuRowCase]) -> GpuRowCase:
+@pytest.fixture(params=[*(case.name for case in row_cases(CPU, 2)), *LINEAR_NAMES])
+def case(request: pytest.FixtureRequest, cases: dict[str, GpuRowCase]) -> GpuRowCase:
     return cases[request.param]
 
 
@@ -72,6 +81,30 @@ def test_linear_with_many_rows_equals_few(device: torch.device, rows: int) -> No
         full = case.run(*case.inputs)
         for some in (slice(0, 1), slice(rows - 3, rows), slice(5, 37)):
             assert_same_bits(case.run(*(x[some].contiguous() for x in case.inputs)), full[some])
+
+
+@pytest.mark.parametrize("tiles", [SQUARE_TILES, LONG_TILES], ids=["square", "long"])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_large_tiles_give_the_bits_of_small_ones(device: torch.device, tiles: Tiles, has_residual: bool) -> None:
+    rows, outputs, inputs = (130, 330, 72) if IS_INTERPRETED else (300, 5000, 5120)
+    source = Source(device, rows)
+    weight, x = source.weight(outputs, inputs), source(rows, inputs, dtype=BF16)
+    residual = source(rows, outputs) if has_residual else None
+    out = torch.full((rows, outputs), float("nan"), device=device)
+    run_linear(x, pack_weight(weight).data, residual, out, tiles, is_gated=False)
+    few = slice(rows - 20, rows)
+    some = linear(x[few], pack_weight(weight), residual[few] if residual is not None else None)
+    assert_same_bits(out[few], some)
+    expected = linear_reference(x.double(), weight.double(), residual.double() if residual is not None else None)
+    assert (out.double() - expected).abs().max() <= F32_TOLERANCE * expected.abs().max()
+
+
+def test_large_tiles_leave_few_processors_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "_num_processors", lambda: 132)
+    monkeypatch.setattr(linear_module, "_has_copy_engine", lambda: True)
+    assert choose_tiles(1024, 5120, 17408, is_gated=False) == LONG_TILES  # 128 of the processors in one wave, not 320
+    assert choose_tiles(1024, 16480, 5120, is_gated=False) == SQUARE_TILES
+    assert choose_tiles(1024, 100, 5120, is_gated=False).outputs == SQUARE_TILES.outputs
 
 
 @pytest.mark.parametrize("rows", [1, 5, *MANY_ROWS])
