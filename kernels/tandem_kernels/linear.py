@@ -37,7 +37,7 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
     """The plain weight [outputs, inputs] float32 back from its packed form."""
     data = weight.data
     if weight.is_bf16:
-        halves = data.view(torch.bfloat16).unflatten(-1, (-1, 2))  # [panels, pairs, 64, 2]
+        halves = data.view(torch.bfloat16).unflatten(-1, (-1, 2))  # [panels, pairs, 16, 2]
         data = halves.permute(0, 2, 1, 3).flatten(2).to(torch.float32)
     else:
         data = data.transpose(1, 2)

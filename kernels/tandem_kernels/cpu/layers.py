@@ -190,10 +190,10 @@ def delta_layer(
     conv_state: Tensor,
     delta_state: Tensor,
     trees: None,
-    kept: tuple[Tensor, Tensor] | None,
+    kept: tuple[Tensor, Tensor, None] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.shape[0]
-    projected, qkv = kept or (torch.empty(rows, layer.handle.width), torch.empty(rows, layer.handle.channels))
+    projected, qkv, _ = kept or (torch.empty(rows, layer.handle.width), torch.empty(rows, layer.handle.channels), None)
     out = torch.empty_like(x)
     _library.tandem_delta_layer(
         layer.handle.address,
@@ -285,6 +285,7 @@ def commit_delta_layers(
     slots: Tensor,
     path_starts: Tensor,
     path_rows: Tensor,
+    passed: None,
 ) -> None:
     layer, width = layers[0], projected[0].shape[1]
     _library.tandem_gated_delta_commit_layers(

@@ -7,7 +7,7 @@ from torch import Tensor
 from tandem_kernels.cpu.library import load_library
 from tandem_kernels.packed_weight import PackedWeight
 
-PANEL = 64
+PANEL, TASK_PANELS = 16, 4  # of linear.c
 
 _library = load_library()
 
@@ -18,7 +18,7 @@ def _empty(*shape: int) -> Tensor:
 
 def pack_weight(weight: Tensor) -> PackedWeight:
     num_outputs, num_inputs = weight.shape
-    panels = (num_outputs + PANEL - 1) // PANEL
+    panels = -(-num_outputs // (PANEL * TASK_PANELS)) * TASK_PANELS
     is_bf16 = weight.dtype == torch.bfloat16
     weight = weight.contiguous() if is_bf16 else weight.to(torch.float32).contiguous()
     if is_bf16:

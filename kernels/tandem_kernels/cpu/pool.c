@@ -18,8 +18,8 @@
 
 #define SPINS 4000
 #define STALL_NS 50000
-#define MIN_SOLO_JOBS 128
-#define MAX_SOLO_JOBS 512
+#define MIN_SOLO_NS 50000
+#define MAX_SOLO_NS 4000000 // about a time slice of a busy machine
 
 static pthread_mutex_t pool_lock = PTHREAD_MUTEX_INITIALIZER;
 static int num_workers = 0;
@@ -39,7 +39,7 @@ static _Atomic int job_shares = 1;
 static _Atomic(task_fn) job_fn;
 static _Atomic(void *) job_context;
 
-static int solo_jobs = 0, next_solo_jobs = MIN_SOLO_JOBS;
+static int64_t solo_until_ns = 0, next_solo_ns = MIN_SOLO_NS;
 
 static struct { void *memory; long bytes; } scratch[MAX_THREADS];
 
@@ -122,13 +122,13 @@ static int64_t now_ns(void) {
 
 // A stall is a wait longer than the caller's own share of the job and a scheduler's notice. The pause doubles with each
 // stall and shrinks with each job without one.
-static void learn_from_wait(int64_t own_ns, int64_t wait_ns) {
+static void learn_from_wait(int64_t own_ns, int64_t wait_ns, int64_t now) {
     if (wait_ns > own_ns + STALL_NS) {
-        solo_jobs = next_solo_jobs;
-        next_solo_jobs = min_long(2 * next_solo_jobs, MAX_SOLO_JOBS);
+        solo_until_ns = now + next_solo_ns;
+        next_solo_ns = min_long(2 * next_solo_ns, MAX_SOLO_NS);
     } else {
-        int shrunk = next_solo_jobs - next_solo_jobs / 128;
-        next_solo_jobs = shrunk > MIN_SOLO_JOBS ? shrunk : MIN_SOLO_JOBS;
+        int64_t shrunk = next_solo_ns - next_solo_ns / 128;
+        next_solo_ns = shrunk > MIN_SOLO_NS ? shrunk : MIN_SOLO_NS;
     }
 }
 
@@ -136,9 +136,9 @@ void parallel_for(long num_tasks, long grain, task_fn fn, void *context) {
     // A second caller at the same time waits: thread 0's scratch belongs to whoever holds the lock.
     pthread_mutex_lock(&pool_lock);
     int solo = num_tasks <= grain || target_threads == 1 || num_workers == 0;
-    if (!solo && solo_jobs > 0) {
-        solo_jobs--;
-        solo = 1;
+    if (!solo && solo_until_ns > 0) {
+        solo = now_ns() < solo_until_ns;
+        if (!solo) solo_until_ns = 0;
     }
     if (solo) {
         for (long task = 0; task < num_tasks; task++) fn(context, task, 0);
@@ -165,7 +165,8 @@ void parallel_for(long num_tasks, long grain, task_fn fn, void *context) {
             if (spins < SPINS) __builtin_ia32_pause();
             else sched_yield();
         }
-        learn_from_wait(own_done - start, now_ns() - own_done);
+        int64_t end = now_ns();
+        learn_from_wait(own_done - start, end - own_done, end);
     }
     pthread_mutex_unlock(&pool_lock);
 }
