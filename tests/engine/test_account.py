@@ -4,7 +4,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_backend.engine.account import CAP, CREDIT, RATE, Account, Trust
+from tandem_backend.engine.account import CAP, CREDIT, NUM_LOOKED_BACK, RATE, Account, Trust
 
 
 def ask(account: Account, num_accepted: int, cost: float, rounds: int) -> list[bool]:
@@ -28,7 +28,25 @@ def test_drafts_that_never_succeed_cost_their_credit_and_a_small_share_of_the_ro
 @given(st.floats(0.02, 2.0))
 def test_a_drafter_that_loses_is_still_tried(cost: float) -> None:
     tries = sum(ask(Account(), 0, cost, 3000)[1000:])
-    assert tries >= RATE * 2000 / (cost + RATE) - 1
+    assert tries >= RATE * 2000 / (max(cost, RATE * NUM_LOOKED_BACK) + 2 * RATE) - 1
+
+
+def test_a_trial_that_fails_is_repeated_when_there_is_something_new_to_look_back_at() -> None:
+    asked = ask(Account(), 0, 0.02, 30)
+    assert asked[0]
+    assert asked.index(True, 1) > NUM_LOOKED_BACK
+
+
+def test_looking_back_earns_what_it_would_have_saved_and_owes_nothing() -> None:
+    account = Account()
+    account.settle(0, 0.5)
+    before = account.balance
+    account.look_back([(0.5, False)] * NUM_LOOKED_BACK)
+    assert account.balance == before
+    account.look_back([(0.5, True)] * NUM_LOOKED_BACK)
+    assert account.is_open
+    account.look_back([(0.5, True)] * 100)
+    assert account.balance == CAP
 
 
 @given(st.integers(1, 4), st.floats(0.02, 0.9))
@@ -88,3 +106,27 @@ def test_trust_starts_neutral_and_follows_the_text() -> None:
 @given(st.floats(0, 1), st.lists(st.booleans(), max_size=80))
 def test_trust_stays_within_its_bounds(expected: float, taken: list[bool]) -> None:
     assert 0 < trusted(expected, taken) <= 1.5
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.lists(st.booleans(), max_size=20))
+def test_trust_moves_probabilities_towards_what_it_saw_but_not_to_certainty(
+    expected: float, general: float, taken: list[bool]
+) -> None:
+    trust = Trust()
+    for is_taken in taken:
+        trust.learn(expected, taken=is_taken)
+    here = trust.probability(general)
+    assert (here == 1) <= (general > 0.999)
+    rounding = 1e-12
+    assert here <= general if trust.factor < 1 else here >= general - rounding
+
+
+def test_what_a_drafter_brought_is_forgotten_while_it_is_not_asked() -> None:
+    account = Account(balance=CAP)
+    for _ in range(20):
+        account.settle(0, 0.0)
+    low = account.num_accepted
+    for _ in range(1000):
+        account.wait()
+    assert low < 0.5
+    assert account.num_accepted > 1.9

@@ -196,6 +196,19 @@ def test_every_drafter_drafts_and_changes_nothing(
         assert all(0 < s.num_accepted_tokens < s.num_draft_tokens for s in stats)
 
 
+def test_a_prefix_that_one_drafter_left_is_not_gone_on_from_by_another(hybrid: Path, plain: Plain) -> None:
+    """Each has KV of its own under the same block ids; the other's was never written."""
+    config = engine_config(hybrid, drafters=("mtp",), router="always")
+    driver = EngineDriver(config, {"mtp_tree": mtp(hybrid, 2, 3)}, poison=True)
+    for drafter in ("mtp", "mtp_tree", "mtp"):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, drafter=drafter)
+        requests = [Arrival(PROMPTS[-1], params, 0, None)]
+        driver.results.clear()
+        decode(driver, requests)
+        assert_plain(driver, requests, plain)
+    assert not driver.engine.rounds.drafting.failed
+
+
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_next"])
 def other_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plain]:
     checkpoint = tiny_checkpoint(tmp_path_factory.mktemp(request.param), request.param, seed=3)

@@ -72,6 +72,14 @@ def test_a_text_in_pieces_drafts_like_the_text_at_once(tokens: list[int], data: 
         assert drafter.propose([context(tokens[:cut])]) == [draft(tokens[:cut])]
 
 
+@given(texts)
+def test_it_knows_beforehand_whether_it_will_propose(tokens: list[int]) -> None:
+    drafter = LookupDrafter()
+    drafter.begin(0)
+    assert drafter.has_proposal(0, tokens) == bool(draft(tokens).token_ids)
+    assert drafter.propose([context(tokens)]) == [draft(tokens)]
+
+
 @given(texts, st.integers(1, 64), st.integers(1, 20))
 def test_a_proposal_is_a_tree_within_its_limits(tokens: list[int], max_nodes: int, max_depth: int) -> None:
     proposal = draft(tokens, max_nodes, max_depth)
@@ -133,7 +141,7 @@ def test_a_longer_match_a_further_vote_and_a_deeper_node_raise_the_score() -> No
 
 
 def test_a_text_without_repetition_is_declined() -> None:
-    assert draft(list(range(50))) == Proposal([], [], [])
+    assert draft(list(range(50))) == Proposal()
 
 
 def test_sequences_do_not_mix_and_begin_and_end_forget() -> None:

@@ -14,6 +14,7 @@ import torch
 from engine_driver import DEVICE, VOCAB_SIZE, EngineDriver, engine_config
 from fakes.replay import Rerun
 from session_requests import start, turn
+from tandem_backend.engine.account import NUM_LOOKED_BACK
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
 from tandem_backend.engine.drafters.mtp import MtpDrafter
 from tandem_backend.model.checkpoint import Checkpoint
@@ -66,7 +67,7 @@ class ComparedMtp:
         self.hidden: dict[int, list[Tensor]] = {}
         self.ended: list[list[Tensor]] = []
         self.num_resumed = 0
-        self.num_compared = self.num_different = 0
+        self.num_compared = self.num_looked_back = self.num_different = 0
 
     def begin(self, key: int) -> None:
         self.hidden[key] = []
@@ -97,6 +98,8 @@ class ComparedMtp:
         self.inner.observe(rows)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
+        for context in contexts:
+            context.num_looked_back = min(NUM_LOOKED_BACK, len(context.token_ids) - context.num_prompt_tokens)
         proposals = self.inner.propose(contexts)
         for context, proposal in zip(contexts, proposals, strict=True):
             self.compare(context, proposal)
@@ -111,6 +114,11 @@ class ComparedMtp:
             expected = self.reference.guesses(hidden, context.token_ids, path[:-1], self.inner.top_k)
             self.num_compared += 1
             self.num_different += (path[-1], score) not in expected
+        for back, (score, is_right) in enumerate(reversed(proposal.looked_back), start=1):
+            before, known = context.token_ids[:-back], context.token_ids[-back]
+            token_id, expected_score = self.reference.guesses(hidden[:-back], before, [], self.inner.top_k)[0]
+            self.num_looked_back += 1
+            self.num_different += (score, is_right) != (expected_score, token_id == known)
 
 
 def drafter(
@@ -139,6 +147,7 @@ def compare(hybrid: Path, mtp: ComparedMtp) -> None:
     driver.add(turn("second", (9, 8), params=params))
     driver.finish()
     assert mtp.num_compared > 100
+    assert mtp.num_looked_back > 3
 
 
 @pytest.mark.parametrize(("width", "top_k"), [(1, 1), (1, 3), (3, 2)])

@@ -6,14 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_driver import VOCAB_SIZE, EngineDriver, Plain, engine_config, num_different
+import torch
+from engine_driver import VOCAB_SIZE, EngineDriver, Plain, engine_config, live_sequences, num_different
+from fakes.replay import rerun_passes
 from session_requests import PARAMS, start, turn
+from tandem_backend.engine import assembly
+from tandem_backend.engine.account import Account
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
 from tandem_backend.engine.drafters.scripted import ScriptedDrafter
 from tandem_backend.errors import InternalError, InvalidRequestError, UnavailableError
 from tandem_backend.model.graphs import GraphPasses
-from tandem_backend.model.passes import LaunchedPasses
+from tandem_backend.model.passes import LaunchedPasses, Passes
 from tandem_backend.types import FinishReason, Prompt, Request, SamplingParams
+from torch import Tensor
 
 
 def request(request_id: str, token_ids: Sequence[int] = (3, 4, 5), **params: Any) -> Request:
@@ -180,6 +185,62 @@ def test_drafters_that_lose_are_asked_less_and_less(hybrid: Path) -> None:
     assert {context.max_depth for context in wrong.contexts} == {1}  # on trial to the end
     assert driver.results["1"].stats is not None
     assert driver.results["1"].stats.num_accepted_tokens == 0
+
+
+def test_nobody_is_asked_while_no_account_is_open(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bush = Bush("a", 3, 1)
+    driver = EngineDriver(engine_config(hybrid), {"a": bush})
+    driver.add(request("1", drafter="a", max_tokens=20))
+    driver.step()
+    monkeypatch.setattr(Account, "is_open", False)
+    driver.finish()
+    assert not bush.contexts
+    driver.add(request("2", drafter="a", max_tokens=20))
+    driver.step()
+    monkeypatch.setattr(Account, "is_open", True)
+    driver.finish()
+    assert bush.contexts
+
+
+@pytest.mark.parametrize("call_ms", [1e9, 0.0])
+def test_a_call_that_costs_more_than_it_brings_is_left_out(hybrid: Path, call_ms: float) -> None:
+    """Trials go on: without them nobody would learn that it brings more now."""
+    bush = Bush("a", 3, 1)
+    driver = EngineDriver(engine_config(hybrid), {"a": bush})
+    drafting = driver.engine.rounds.drafting
+    for n in range(2):
+        driver.add(request(str(n), drafter="a", max_tokens=12))
+    driver.step()
+    drafting.call_ms["a", 2] = call_ms
+    slots = [sequence.slot for sequence in live_sequences(driver.engine)]
+    for slot in slots:
+        drafting.accounts[slot, "a"] = Account(is_on_trial=False)
+    driver.step()
+    assert bool(bush.contexts) is (call_ms == 0)
+    drafting.accounts[slots[0], "a"] = Account()
+    driver.step()
+    assert bush.contexts
+
+
+@pytest.mark.parametrize("passes", [LaunchedPasses, rerun_passes])
+def test_rows_that_a_drafter_keeps_outlast_their_pass(
+    hybrid: Path, monkeypatch: pytest.MonkeyPatch, passes: Callable[..., Passes]
+) -> None:
+    class Keeper(Bush):
+        """Keeps the hidden states it is shown, and what they were then."""
+
+        def observe(self, rows: Sequence[CommittedRows]) -> None:
+            kept.extend((item.hidden, item.hidden.clone()) for item in rows)
+
+    kept: list[tuple[Tensor, Tensor]] = []
+    monkeypatch.setattr(assembly, "make_passes", lambda model, state, limits: passes(model, state))
+    driver = EngineDriver(engine_config(hybrid, router="always"), {"a": Keeper("a", 3, 4)})
+    driver.run(request("1", drafter="a", num_draft_tokens=0, max_tokens=8))
+    for n in range(2):
+        driver.add(request(f"joint {n}", drafter="a", max_tokens=8))
+    driver.finish()
+    assert len(kept) >= 16
+    assert all(torch.equal(hidden, then) for hidden, then in kept)
 
 
 def test_statistics_of_a_request(hybrid: Path, plain: Plain) -> None:

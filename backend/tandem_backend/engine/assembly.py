@@ -64,7 +64,7 @@ def assemble(
         allow_library(model, state, config.max_prefill_rows)
     limits = GraphLimits(config.max_graph_rows, max_context_len, config.graph_capture_s)
     passes = make_passes(model, state, limits)
-    curve = load_verify_curve(config.verify_curve, passes.row_costs())
+    curve = load_verify_curve(config.verify_curve, passes.row_costs() if config.verify_curve is None else ())
     router = Router(curve, config.row_budget, always=config.router == "always")
     drafting = Drafting(drafters, plan.names, router, config.max_draft_tokens)
     cache = PrefixCache(

@@ -4,15 +4,15 @@
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from torch import Tensor
 
-from tandem_backend.engine.account import TRIAL_DEPTH, Account, Trust
+from tandem_backend.engine.account import NUM_LOOKED_BACK, TRIAL_DEPTH, Account, Trust
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
-from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, KVDrafter, Proposal
+from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, KVDrafter, Proposal, QuickDrafter
 from tandem_backend.engine.proposal_tree import FORCED, ProposalTree, drawn_tree
 from tandem_backend.engine.router import Calibration, Prices, Router
 from tandem_backend.engine.scheduler import ScheduledRows
@@ -24,6 +24,9 @@ from tandem_backend.model.state import KVLayer
 logger = logging.getLogger(__name__)
 
 NO_DRAFTER = "none"
+ROWS_A_TOKEN = 1.5  # draft rows for each that is accepted
+MIN_SAVED = 0.25  # of a token's time, for each that is accepted: the router keeps only rows that pay
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,7 @@ class Drafted:
     """One round's trees and what they cost."""
 
     trees: list[DraftTree | None]  # by scheduled request; None: a prompt chunk
-    asked: list[dict[str, float]]  # the drafters that drafted, and the milliseconds each took for this sequence
-    prices: Prices
-    milliseconds: float
+    asked: list[dict[str, float]]  # the drafters that were asked, and what each took for this sequence, in tokens
 
 
 @dataclass(slots=True)
@@ -46,10 +47,14 @@ class Drafting:
     max_draft_tokens: int
     calibration: Calibration = field(default_factory=Calibration)
     commit_ms: float = 0.2
-    cost_ms: dict[str, float] = field(default_factory=dict)  # by drafter, a call's share of one sequence
+    call_ms: dict[tuple[str, int], float] = field(default_factory=dict)  # by drafter and number of sequences
     accounts: dict[tuple[int, str], Account] = field(default_factory=dict)  # by sequence and drafter
     trusts: dict[tuple[int, str], Trust] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    _quick: dict[str, QuickDrafter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._quick = {name: drafter for name, drafter in self.drafters.items() if isinstance(drafter, QuickDrafter)}
 
     def names(self, requested: str | None) -> frozenset[str]:
         """The drafters a request asks for. Raises InvalidRequestError naming the unknown one."""
@@ -67,14 +72,12 @@ class Drafting:
     def begin(self, key: int) -> None:
         for name, drafter in self.drafters.items():
             if name not in self.failed:
-                with self._containing(name):
-                    drafter.begin(key)
+                self._contained(name, drafter.begin, key)
 
     def end(self, key: int) -> None:
         for name, drafter in self.drafters.items():
             if name not in self.failed:
-                with self._containing(name):
-                    drafter.end(key)
+                self._contained(name, drafter.end, key)
             self.accounts.pop((key, name), None)
             self.trusts.pop((key, name), None)
 
@@ -88,17 +91,14 @@ class Drafting:
 
     def kept(self, key: int) -> tuple[int, Tensor | None]:
         """What a prefix cache may keep of a sequence for such drafters: see KVDrafter.kept."""
-        num_rows, hidden = 0, None
-        for name, drafter in self._kv_drafters().items():
-            with self._containing(name):
-                num_rows, hidden = drafter.kept(key)
-        return num_rows, hidden
+        kept = [self._contained(name, drafter.kept, key) or (0, None) for name, drafter in self._kv_drafters().items()]
+        # A block serves all of them, so what one lacks none may go on from.
+        return kept[0] if len({num_rows for num_rows, _ in kept}) == 1 else (0, None)
 
     def resume(self, key: int, position: int, hidden: Tensor, next_token_id: int, block_table: Sequence[int]) -> None:
         """A sequence that has begun goes on from a kept prefix: see KVDrafter.resume."""
         for name, drafter in self._kv_drafters().items():
-            with self._containing(name):
-                drafter.resume(key, position, hidden, next_token_id, block_table)
+            self._contained(name, drafter.resume, key, position, hidden, next_token_id, block_table)
 
     def _kv_drafters(self) -> dict[str, KVDrafter]:
         return {
@@ -109,15 +109,18 @@ class Drafting:
 
     def observe(self, scheduled: Sequence[ScheduledRows], committed: Sequence[CommittedRows]) -> None:
         """Show each drafter the rows of the requests that want it; the others shall not pay for it."""
+        if not committed:
+            return
         for name, drafter in self.drafters.items():
             wanted = [c for rows, c in zip(scheduled, committed, strict=True) if name in rows.generation.drafters]
             if wanted and name not in self.failed:
-                with self._containing(name):
-                    drafter.observe(wanted)
+                self._contained(name, drafter.observe, wanted)
 
     def propose(self, scheduled: Sequence[ScheduledRows]) -> Drafted:
         """One tree a decoding sequence, cut to what pays; the bare anchor where nothing does."""
         begun = time.perf_counter()
+        if not any(self._may_draft(rows.generation) for rows in scheduled if not rows.num_prompt_rows):
+            return Drafted([_bare(rows) for rows in scheduled], [{}] * len(scheduled))
         trees = {i: self._tree(rows.generation) for i, rows in enumerate(scheduled) if not rows.num_prompt_rows}
         num_other_rows = len(trees) + sum(rows.num_prompt_rows for rows in scheduled)
         prices = self.router.prices(len(trees), num_other_rows, self.commit_ms)
@@ -132,7 +135,22 @@ class Drafting:
         cut: list[DraftTree | None] = [None] * len(scheduled)
         for (i, tree), nodes in zip(trees.items(), kept, strict=True):
             cut[i] = drawn.get(i) or (tree.draft_tree(nodes) if nodes else anchor_tree(tree.anchor))
-        return Drafted(cut, asked, prices, milliseconds)
+        return Drafted(cut, asked)
+
+    def _may_draft(self, generation: Generation) -> bool:
+        """Whether anyone might be asked for it. Most rounds of a text in which drafts fail end here."""
+        if not generation.drafters:
+            return False
+        if self.router.always or generation.sampling.constraint is not None:
+            return True
+        return any(self._is_open(generation, name) for name in self.drafters if name in generation.drafters)
+
+    def _is_open(self, generation: Generation, name: str) -> bool:
+        key = generation.sequence.slot
+        if name in self.failed or not self._account(key, name).is_open:
+            return False
+        quick = self._quick.get(name)
+        return quick is None or bool(self._contained(name, quick.has_proposal, key, generation.sequence.token_ids))
 
     def _tree(self, generation: Generation) -> ProposalTree:
         tree = ProposalTree(
@@ -156,65 +174,89 @@ class Drafting:
         drawn: dict[int, DraftTree],
     ) -> None:
         """Let one drafter add to the trees of the sequences that want it and for which it may pay."""
+        begun = time.perf_counter()
+        contexts = self._contexts(name, scheduled, trees, prices)
+        if not contexts or not self._call_pays(name, list(contexts.values()), prices):
+            return
+        proposals = self._contained(name, drafter.propose, list(contexts.values())) or [Proposal()] * len(contexts)
+        spent = 1e3 * (time.perf_counter() - begun)
+        cost = self.call_ms.get((name, len(contexts)), spent)
+        # One stall must not make a drafter look costly for long.
+        self.call_ms[name, len(contexts)] = cost + 0.1 * (min(spent, 2 * cost) - cost)
+        for (i, context), proposal in zip(contexts.items(), proposals, strict=True):
+            asked[i][name] = min(spent, 4 * cost) / len(contexts) / prices.token_ms
+            if proposal.q:
+                drawn[i] = drawn_tree(trees[i].anchor, name, proposal)
+                continue
+            if proposal.looked_back:
+                self._look_back(context.key, name, proposal.looked_back)
+            if proposal.token_ids:
+                trees[i].merge(name, proposal, self._probabilities(context.key, name, proposal.scores))
+
+    def _contexts(
+        self, name: str, scheduled: Sequence[ScheduledRows], trees: Mapping[int, ProposalTree], prices: Prices
+    ) -> dict[int, DraftContext]:
+        """The sequences that a drafter may draft for, by their place among the scheduled."""
         contexts = {}
         for i, tree in trees.items():
             generation = scheduled[i].generation
+            if name not in generation.drafters or name in self.failed:
+                continue
             max_depth = _max_depth(generation)
             room = self.router.row_budget - len(trees)
             if generation.draft_sampler is not None:
                 room //= len(trees)  # drawn nodes are not cut later, so nobody may take more than a share
             max_nodes = min(tree.max_nodes, room)
-            wants = name in generation.drafters and name not in self.failed and max_nodes > 0 and max_depth > 0
-            if wants and self._may_pay(generation.sequence.slot, name, tree):
-                if self._is_on_trial(generation.sequence.slot, name):
-                    max_depth = min(max_depth, TRIAL_DEPTH)
+            if max_nodes > 0 and max_depth > 0 and self._may_pay(generation.sequence.slot, name, tree):
                 contexts[i] = self._context(name, generation, max_nodes, max_depth, prices)
-        if not contexts:
-            return
-        begun = time.perf_counter()
-        proposals = [Proposal()] * len(contexts)
-        with self._containing(name):
-            proposals = drafter.propose(list(contexts.values()))
-        spent = 1e3 * (time.perf_counter() - begun) / len(contexts)
-        cost = self.cost_ms.get(name, spent)
-        # One stall must not make a drafter look costly for long.
-        self.cost_ms[name] = cost + 0.1 * (min(spent, 2 * cost) - cost)
-        for (i, context), proposal in zip(contexts.items(), proposals, strict=True):
-            asked[i][name] = min(spent, 4 * cost)
-            if proposal.q:
-                drawn[i] = drawn_tree(trees[i].anchor, name, proposal)
-                continue
-            trust = self._trust(context.key, name)
-            trees[i].merge(name, proposal, [trust * self.calibration.probability(name, s) for s in proposal.scores])
+        return contexts
 
-    @contextmanager
-    def _containing(self, name: str) -> Iterator[None]:
+    def _call_pays(self, name: str, contexts: Sequence[DraftContext], prices: Prices) -> bool:
+        """Whether what the drafter usually brings these sequences is worth a call, which for few costs much.
+
+        A trial is not asked for that: its credit bounds what it costs.
+        """
+        accounts = [self._account(context.key, name) for context in contexts]
+        if self.router.always or any(account.is_on_trial for account in accounts):
+            return True
+        saved_ms = max(prices.token_ms - ROWS_A_TOKEN * prices.row_ms, MIN_SAVED * prices.token_ms)
+        call_ms = self.call_ms.get((name, len(contexts)), 0.0)
+        return sum(account.num_accepted for account in accounts) * saved_ms > call_ms
+
+    def _contained(self, name: str, call: Callable[..., T], *args: Any) -> T | None:
         """A drafter that raises is left out from then on: texts do not need it."""
         try:
-            yield
+            return call(*args)
         except Exception:
             logger.exception("drafter %r failed and is left out until the model is loaded again", name)
             self.failed.add(name)
+            return None
 
     def _context(
         self, name: str, generation: Generation, max_nodes: int, max_depth: int, prices: Prices
     ) -> DraftContext:
         sequence = generation.sequence
+        is_on_trial = self._is_on_trial(sequence.slot, name)
         return DraftContext(
             key=sequence.slot,
             token_ids=sequence.token_ids,
             num_prompt_tokens=generation.stats.num_prompt_tokens,
             block_table=sequence.block_table,
             max_nodes=max_nodes,
-            max_depth=max_depth,
-            token_ms=math.inf if self.router.always else prices.token_ms * self._trust(sequence.slot, name),
+            max_depth=min(max_depth, TRIAL_DEPTH) if is_on_trial else max_depth,
+            token_ms=math.inf if self.router.always else prices.token_ms,
             row_ms=prices.row_ms,
+            trust=self._trust(sequence.slot, name).factor,
+            num_looked_back=min(NUM_LOOKED_BACK, generation.num_output) if is_on_trial else 0,
             sampler=generation.draft_sampler,
         )
 
-    def _trust(self, key: int, name: str) -> float:
-        trust = self.trusts.get((key, name))
-        return trust.factor if trust is not None else 1.0
+    def _trust(self, key: int, name: str) -> Trust:
+        return self.trusts.get((key, name)) or Trust()
+
+    def _probabilities(self, key: int, name: str, scores: Sequence[float]) -> list[float]:
+        trust = self._trust(key, name)
+        return [trust.probability(self.calibration.probability(name, score)) for score in scores]
 
     def _max_nodes(self, generation: Generation) -> int:
         asked = generation.request.params.num_draft_tokens
@@ -223,10 +265,15 @@ class Drafting:
     def _may_pay(self, key: int, name: str, tree: ProposalTree) -> bool:
         if self.router.always:
             return True
-        account = self.accounts.setdefault((key, name), Account())
+        account = self._account(key, name)
         # A cheaper drafter may already promise as much as this one usually brings.
-        is_needed = not tree.token_ids or sum(tree.paths) < account.num_accepted
-        return is_needed and account.balance > 0
+        return account.is_open and (not tree.token_ids or sum(tree.paths) < account.num_accepted)
+
+    def _account(self, key: int, name: str) -> Account:
+        account = self.accounts.get((key, name))
+        if account is None:
+            account = self.accounts[key, name] = Account()
+        return account
 
     def _is_on_trial(self, key: int, name: str) -> bool:
         return not self.router.always and self.accounts[key, name].is_on_trial
@@ -241,24 +288,39 @@ class Drafting:
         """Take note of a round: what the pass cost, which nodes were taken, which drafters paid."""
         self.router.curve.learn(spent.num_rows, spent.verify_ms)
         self.commit_ms += 0.05 * (min(spent.commit_ms, 4 * self.commit_ms) - self.commit_ms)
-        prices = drafted.prices
         for rows, tree, walk, asked in zip(scheduled, drafted.trees, accepted, drafted.asked, strict=True):
             if tree is None or walk is None:
                 continue
-            path, key = set(walk.path), rows.generation.sequence.slot
-            for node in range(1, tree.num_nodes):
-                if tree.parents[node] in path:
-                    name, score, taken = tree.drafters[node], tree.scores[node], node in path
-                    expected = self.calibration.probability(name, score)
-                    self.trusts.setdefault((key, name), Trust()).learn(expected, taken=taken)
-                    self.calibration.learn(name, score, taken=taken)
-            for name in rows.generation.drafters & self.drafters.keys():
-                account = self.accounts.setdefault((key, name), Account())
+            key = rows.generation.sequence.slot
+            if tree.num_nodes > 1:
+                self._learn_nodes(key, tree, walk)
+            for name in self.drafters:
                 if name in asked:
                     num_accepted = sum(tree.drafters[node] == name for node in walk.path)
-                    account.settle(num_accepted, asked[name] / prices.token_ms)
-                else:
-                    account.wait()
+                    self._account(key, name).settle(num_accepted, asked[name])
+                elif name in rows.generation.drafters:
+                    self._account(key, name).wait()
+
+    def _learn_nodes(self, key: int, tree: DraftTree, walk: Accepted) -> None:
+        """Which of the nodes that stood to the vote were taken."""
+        path = set(walk.path)
+        for node in range(1, tree.num_nodes):
+            if tree.parents[node] in path:
+                self._learn_node(key, tree.drafters[node], tree.scores[node], taken=node in path)
+
+    def _look_back(self, key: int, name: str, guesses: Sequence[tuple[float, bool]]) -> None:
+        self._account(key, name).look_back(guesses)
+        for score, is_right in guesses:
+            self._learn_node(key, name, score, taken=is_right)
+
+    def _learn_node(self, key: int, name: str, score: float, *, taken: bool) -> None:
+        expected = self.calibration.probability(name, score)
+        self.trusts.setdefault((key, name), Trust()).learn(expected, taken=taken)
+        self.calibration.learn(name, score, taken=taken)
+
+
+def _bare(rows: ScheduledRows) -> DraftTree | None:
+    return None if rows.num_prompt_rows else anchor_tree(rows.generation.sequence.token_ids[-1])
 
 
 def _max_depth(generation: Generation) -> int:

@@ -111,7 +111,7 @@ class RoundRunner:
             start = sequence.num_computed - len(path)
             first, num_rows = batch.starts[i], batch.starts[i + 1] - batch.starts[i]
             if rows.generation.drafters:
-                hidden = _rows_of(result.hidden[first : first + num_rows], path)
+                hidden = _rows_of(result, first, num_rows, path)
                 next_ids = sequence.token_ids[start + 1 : start + 1 + len(path)]
                 observed.append(rows)
                 committed.append(CommittedRows(sequence.slot, start, hidden, next_ids, sequence.block_table))
@@ -131,8 +131,11 @@ class RoundRunner:
             self.record_logits(generation.request.request_id, index, logits[node].to("cpu", copy=True))
 
 
-def _rows_of(hidden: Tensor, path: Sequence[int]) -> Tensor:
-    """Rows `path` of hidden, copied: the next pass may reuse the memory."""
+def _rows_of(result: ForwardResult, first: int, num_rows: int, path: Sequence[int]) -> Tensor:
+    """A sequence's kept rows of hidden: for themselves, unless they are the whole of a pass's own tensor."""
+    if len(path) == num_rows == len(result.hidden) and not result.is_lent:
+        return result.hidden
+    hidden = result.hidden[first : first + num_rows]
     if all(node == row for row, node in enumerate(path)):
         return hidden[: len(path)].clone()
     return hidden[list(path)]

@@ -16,9 +16,9 @@ from pathlib import Path
 from tandem_backend.engine.proposal_tree import ProposalTree
 from tandem_backend.errors import ConfigError
 
-# Measured with the bundled model on two cores (tandem bench verify-curve); a machine's speed is learned as a factor.
+# Measured with the bundled model on two cores with AVX2 (tandem bench verify-curve); a machine's speed is learned.
 DEFAULT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-DEFAULT_MS = (0.65, 0.68, 0.78, 0.92, 1.25, 1.54, 2.20, 2.85, 4.16, 5.43, 7.86, 10.57)
+DEFAULT_MS = (1.23, 1.34, 1.44, 1.67, 2.38, 2.44, 3.34, 4.22, 6.15, 7.92, 11.64, 14.40)
 
 
 # A row must promise more than it costs: probabilities are estimates, and the host works for each node too.
@@ -32,6 +32,7 @@ class VerifyCurve:
     rows: tuple[int, ...] = DEFAULT_ROWS
     milliseconds: tuple[float, ...] = DEFAULT_MS
     scale: float = 1.0
+    shape: dict[int, float] = field(default_factory=dict, repr=False)  # what was asked for before
 
     def cost(self, rows: int) -> float:
         return self.scale * self._at(rows)
@@ -42,6 +43,12 @@ class VerifyCurve:
         self.scale += 0.02 * (min(ratio, 4.0 * self.scale) - self.scale)
 
     def _at(self, rows: int) -> float:
+        known = self.shape.get(rows)
+        if known is None:
+            known = self.shape[rows] = self._interpolated(rows)
+        return known
+
+    def _interpolated(self, rows: int) -> float:
         xs, ys = self.rows, self.milliseconds
         i = 1
         while i < len(xs) - 1 and xs[i] < rows:
@@ -115,7 +122,7 @@ class Router:
         """num_other_rows: anchors and prompt rows of the round."""
         plain = self.curve.cost(num_other_rows)
         return Prices(
-            token_ms=plain / max(num_sequences, 1) + commit_ms,
+            token_ms=(plain + commit_ms) / max(num_sequences, 1),
             row_ms=MARGIN * (self.curve.cost(num_other_rows + 4) - plain) / 4,
         )
 
@@ -148,12 +155,12 @@ class Router:
     def _best_count(self, num_sequences: int, gains: Sequence[float], num_other_rows: int, fixed_ms: float) -> int:
         if self.always:
             return len(gains)
-        expected = float(num_sequences)
-        best, best_rate = 0, expected / (self.curve.cost(num_other_rows) + fixed_ms)
+        expected, plain_ms = float(num_sequences), self.curve.cost(num_other_rows)
+        best, best_rate = 0, expected / (plain_ms + fixed_ms)
         for n, gain in enumerate(gains, start=1):
             expected += gain
-            added_ms = self.curve.cost(num_other_rows + n) - self.curve.cost(num_other_rows)
-            rate = expected / (self.curve.cost(num_other_rows) + MARGIN * added_ms + fixed_ms)
+            added_ms = self.curve.cost(num_other_rows + n) - plain_ms
+            rate = expected / (plain_ms + MARGIN * added_ms + fixed_ms)
             if rate > best_rate:
                 best, best_rate = n, rate
         return best

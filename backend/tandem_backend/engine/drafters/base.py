@@ -11,8 +11,10 @@ from torch import Tensor
 from tandem_backend.engine.sampling.rejection import DraftSampler
 from tandem_backend.model.state import KVLayer
 
+# What follows is made in every round; frozen fields would take longer to set.
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class DraftContext:
     """A decoding sequence that a drafter may draft for."""
 
@@ -22,12 +24,23 @@ class DraftContext:
     block_table: Sequence[int]  # KV blocks of the sequence, for drafters that keep KV beside the target's
     max_nodes: int  # nodes worth proposing, the anchor not counted; at least 1
     max_depth: int  # tokens the request can still take; at least 1
-    token_ms: float = math.inf  # what a token costs without drafts: a node pays by its path's probability times this
+    token_ms: float = math.inf  # what a token costs without drafts
     row_ms: float = 0.0  # what a node's row costs in the pass
+    trust: float = 1.0  # how often the drafter's nodes were taken in this text, against what is usual
+    num_looked_back: int = 0  # of the latest tokens, which the drafter shall guess too: what it would have been worth
     sampler: DraftSampler | None = None  # set where a drafter may draw its tokens and say from what
 
+    def pays(self, path: float, paths: float, drafted_ms: float, added_ms: float) -> bool:
+        """Whether a token that the path's probability promises is worth added_ms.
 
-@dataclass(frozen=True, slots=True)
+        It has to bring more than the draft as it is, or than plain decoding: paths is the sum of the probabilities of
+        the draft's nodes, drafted_ms what these cost.
+        """
+        rate = max(1 / self.token_ms, (1 + self.trust * paths) / (self.token_ms + drafted_ms))
+        return self.trust * path > rate * added_ms
+
+
+@dataclass(slots=True)
 class Proposal:
     """Draft nodes in any order in which a parent comes before its children; the anchor is not among them."""
 
@@ -37,9 +50,10 @@ class Proposal:
     # By node the distribution that its token was drawn from, by `DraftContext.sampler`. Such a proposal stands in
     # depth-first pre-order and is verified alone, whole and in that order: a choice among drawn tokens would bias them.
     q: Sequence[Tensor] = ()
+    looked_back: Sequence[tuple[float, bool]] = ()  # by token that was guessed again: its guess's score, whether right
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CommittedRows:
     """Rows of the target that a round kept of one sequence."""
 
@@ -69,6 +83,14 @@ class Drafter(Protocol):
 
     def end(self, key: int) -> None:
         """The sequence is gone."""
+
+
+@runtime_checkable
+class QuickDrafter(Protocol):
+    """What a drafter may offer that often has nothing to propose: to find that out before a round builds anything."""
+
+    def has_proposal(self, key: int, token_ids: Sequence[int]) -> bool:
+        """Whether `propose` would not decline; token_ids: every committed token."""
 
 
 @runtime_checkable

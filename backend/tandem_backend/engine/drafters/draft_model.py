@@ -47,7 +47,7 @@ class DraftModelDrafter:
         chain = _Chain()
         chain.add(context, self._catch_up(context))
         longest = min(context.max_nodes, context.max_depth)
-        while len(chain.token_ids) < longest and chain.path * context.token_ms > context.row_ms + self._step_ms:
+        while len(chain.token_ids) < longest and chain.pays(context, context.row_ms + self._step_ms):
             begun = time.perf_counter()
             chain.add(context, self._run(context, chain.token_ids, commit=False))
             self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
@@ -80,6 +80,10 @@ class _Chain:
     scores: list[float] = field(default_factory=list)
     q: list[Tensor] = field(default_factory=list)
     path: float = 1.0  # product of the scores
+    paths: float = 0.0  # sum of the products down to each token
+
+    def pays(self, context: DraftContext, step_ms: float) -> bool:
+        return context.pays(self.path, self.paths, len(self.token_ids) * step_ms, step_ms)
 
     def add(self, context: DraftContext, logits: Tensor) -> None:
         if context.sampler is None:
@@ -92,3 +96,4 @@ class _Chain:
         self.token_ids.append(token_id)
         self.scores.append(score)
         self.path *= score
+        self.paths += self.path

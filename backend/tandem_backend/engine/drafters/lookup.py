@@ -55,6 +55,10 @@ class History:
             if len(ends) > MAX_VOTERS:
                 del ends[0]
 
+    def has_match(self) -> bool:
+        """Whether the text's end stood in it before."""
+        return tuple(self.tokens[-MIN_MATCH:]) in self._ends
+
     def matches(self) -> dict[int, int]:
         """Places that follow the same tokens as the text's end does: {position: number of such tokens}.
 
@@ -111,6 +115,9 @@ class LookupDrafter:
     def begin(self, key: int) -> None:
         self._histories[key] = History()
 
+    def has_proposal(self, key: int, token_ids: Sequence[int]) -> bool:
+        return bool(self._stores) or self._history(key, token_ids).has_match()
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
         return [self._propose(context) for context in contexts]
 
@@ -120,9 +127,14 @@ class LookupDrafter:
     def end(self, key: int) -> None:
         self._histories.pop(key, None)
 
+    def _history(self, key: int, token_ids: Sequence[int]) -> History:
+        history = self._histories[key]
+        if len(history.tokens) < len(token_ids):
+            history.extend(token_ids[len(history.tokens) :])
+        return history
+
     def _propose(self, context: DraftContext) -> Proposal:
-        history = self._histories[context.key]
-        history.extend(context.token_ids[len(history.tokens) :])
+        history = self._history(context.key, context.token_ids)
         depth = min(context.max_depth, context.max_nodes)
         votes: dict[tuple[int, ...], float] = {}
         for end, length in history.matches().items():
@@ -131,7 +143,7 @@ class LookupDrafter:
         for store in self._stores:
             for length, text in store.matches(history.tokens, depth, MAX_VOTERS):
                 votes[text] = votes.get(text, 0.0) + BASE**length
-        return grow(list(votes.items()), depth, context.max_nodes)
+        return grow(list(votes.items()), depth, context.max_nodes) if votes else Proposal()
 
 
 def continuation(tokens: list[int], end: int, depth: int) -> tuple[int, ...]:

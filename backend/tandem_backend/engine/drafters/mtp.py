@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tandem_backend.engine.account import NUM_LOOKED_BACK
 from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
 from tandem_backend.model.mtp import mtp_rows
 from tandem_backend.model.mtp_passes import MtpPasses
@@ -28,7 +29,7 @@ class _Track:
     num_written: int = 0
     num_pending: int = 0
     pending: list[CommittedRows] = field(default_factory=list)
-    output: Tensor | None = None  # [1, hidden_size], at the last written position
+    outputs: Tensor | None = None  # [rows, hidden_size], at the last positions, those of the last write
     hidden: Tensor | None = None  # [1, hidden_size], the target's at the same position
 
     @property
@@ -39,10 +40,10 @@ class _Track:
         self.pending.append(rows)
         self.num_pending += len(rows.next_token_ids)
 
-    def written(self, output: Tensor) -> None:
-        """All waiting rows are; output: [1, hidden_size] at the last of them."""
+    def written(self, outputs: Tensor) -> None:
+        """All waiting rows are; outputs: [rows, hidden_size] at the last of them."""
         self.num_written += self.num_pending
-        self.num_pending, self.output, self.hidden = 0, output, self.pending[-1].hidden[-1:]
+        self.num_pending, self.outputs, self.hidden = 0, outputs, self.pending[-1].hidden[-1:]
         self.pending.clear()
 
 
@@ -56,6 +57,17 @@ class _Draft:
     scores: list[float] = field(default_factory=list)
     paths: list[float] = field(default_factory=list)  # product of the scores down to each node
     depths: list[int] = field(default_factory=list)
+    looked_back: list[tuple[float, bool]] = field(default_factory=list)
+
+    def add_children(self, parent: int, token_ids: Sequence[int], scores: Sequence[float]) -> None:
+        for token_id, score in zip(token_ids, scores, strict=True):
+            if len(self.token_ids) < self.context.max_nodes:
+                self.add(parent, token_id, score)
+
+    def look_back(self, token_ids: Sequence[int], scores: Sequence[float]) -> None:
+        """Compare guesses at the latest known tokens with these."""
+        known = self.context.token_ids[len(self.context.token_ids) - len(token_ids) :]
+        self.looked_back = [(score, a == b) for a, b, score in zip(token_ids, known, scores, strict=True)]
 
     def add(self, parent: int, token_id: int, score: float) -> None:
         self.token_ids.append(token_id)
@@ -69,10 +81,12 @@ class _Draft:
         context = self.context
         if len(self.token_ids) >= context.max_nodes:
             return []
+        paths, drafted_ms = sum(self.paths), len(self.paths) * context.row_ms + self.depths[-1] * step_ms
         nodes = [
             node
             for node in range(first, len(self.token_ids))
-            if self.depths[node] < context.max_depth and self.paths[node] * context.token_ms > context.row_ms + step_ms
+            if self.depths[node] < context.max_depth
+            and context.pays(self.paths[node], paths, drafted_ms, context.row_ms + step_ms)
         ]
         return sorted(nodes, key=lambda node: -self.paths[node])[:width]
 
@@ -130,19 +144,21 @@ class MtpDrafter:
         if ready:
             tracks = [self._tracks[draft.context.key] for draft in ready]
             self._write_pending([track for track in tracks if track.pending])
-            self._grow(ready, torch.cat([track.output for track in tracks if track.output is not None]))
-        return [Proposal(draft.token_ids, draft.parents, draft.scores) for draft in drafts]
+            self._grow(ready, self._begin_drafts(ready, tracks))
+        return [
+            Proposal(draft.token_ids, draft.parents, draft.scores, looked_back=draft.looked_back) for draft in drafts
+        ]
 
     def _is_in_step(self, context: DraftContext) -> bool:
         track = self._tracks.get(context.key)
         return track is not None and track.num_rows == len(context.token_ids) - 1
 
     def _write_pending(self, tracks: Sequence[_Track]) -> None:
-        """Write the waiting rows' KV and keep the output at each sequence's last row."""
+        """Write the waiting rows' KV and keep the outputs at each sequence's last rows."""
         if not tracks:
             return
         chunks = [rows for track in tracks for rows in track.pending]
-        hidden = torch.cat([rows.hidden for rows in chunks]) if len(chunks) > 1 else chunks[0].hidden
+        hidden = _joined([rows.hidden for rows in chunks])
         token_ids: list[int] = []
         positions: list[int] = []
         parents: list[int] = []
@@ -163,21 +179,34 @@ class MtpDrafter:
         self.passes.begin(len(parents), len(parents), max(num_written for num_written, _ in prefixes))
         out = self.passes.run(hidden, mtp_rows(token_ids, positions, parents, row_seqs, prefixes), places)
         for track, end in zip(tracks, ends, strict=True):
-            track.written(out[end - 1 : end].clone())
+            track.written(out[end - min(track.num_pending, NUM_LOOKED_BACK + 1) : end].clone())
+
+    def _begin_drafts(self, drafts: Sequence[_Draft], tracks: Sequence[_Track]) -> Tensor:
+        """Add each draft's first nodes, and what it looks back for. Returns the outputs at the anchors."""
+        parts: list[Tensor] = []
+        for draft, track in zip(drafts, tracks, strict=True):
+            assert track.outputs is not None
+            parts.append(track.outputs[-1 - draft.context.num_looked_back :])
+            track.outputs = track.outputs[-1:]
+        ids, scores = self.passes.guess(_joined(parts), self.top_k)
+        first = 0
+        for draft, part in zip(drafts, parts, strict=True):
+            last = first + len(part) - 1
+            draft.look_back([row[0] for row in ids[first:last]], [row[0] for row in scores[first:last]])
+            draft.add_children(-1, ids[last], scores[last])
+            first = last + 1
+        return _joined([part[-1:] for part in parts])
 
     def _grow(self, drafts: Sequence[_Draft], hidden: Tensor) -> None:
         """Expand the drafts depth by depth, all sequences in one pass; hidden is the outputs at the anchors."""
         frontier = [(seq, -1) for seq in range(len(drafts))]
+        first = [0] * len(drafts)
         rows_of: dict[tuple[int, int], int] = {}  # (sequence, node) -> its row among the draft's
         seq_of: list[int] = []
         parents: list[int] = []
         prefixes = [(len(draft.context.token_ids) - 1, draft.context.block_table) for draft in drafts]
-        max_rows = sum(draft.context.max_nodes for draft in drafts)
-        self.passes.begin(max_rows, len(drafts) * self.width, max(length for length, _ in prefixes))
         while True:
             begun = time.perf_counter()
-            first = [len(draft.token_ids) for draft in drafts]
-            self._add_children(drafts, frontier, hidden)
             parent_rows = {node: row for row, node in enumerate(frontier)}
             step_ms = self._step_ms / len(drafts)
             frontier = [
@@ -185,6 +214,8 @@ class MtpDrafter:
             ]
             if not frontier:
                 return
+            if not parents:
+                self._begin_passes(drafts, prefixes)
             for seq, node in frontier:
                 parent = drafts[seq].parents[node]
                 rows_of[seq, node] = len(seq_of)
@@ -196,12 +227,16 @@ class MtpDrafter:
             token_ids = [drafts[seq].token_ids[node] for seq, node in frontier]
             positions = [len(drafts[seq].context.token_ids) + drafts[seq].depths[node] - 2 for seq, node in frontier]
             hidden = self.passes.run(hidden, mtp_rows(token_ids, positions, parents, seq_of, prefixes))
+            first = [len(draft.token_ids) for draft in drafts]
+            ids, scores = self.passes.guess(hidden, self.top_k)
+            for (seq, node), row_ids, row_scores in zip(frontier, ids, scores, strict=True):
+                drafts[seq].add_children(node, row_ids, row_scores)
             self._step_ms += 0.1 * (1e3 * (time.perf_counter() - begun) - self._step_ms)
 
-    def _add_children(self, drafts: Sequence[_Draft], frontier: Sequence[tuple[int, int]], hidden: Tensor) -> None:
-        ids, probs = self.passes.guess(hidden, self.top_k)
-        for (seq, node), row_ids, row_probs in zip(frontier, ids, probs, strict=True):
-            draft = drafts[seq]
-            for token_id, prob in zip(row_ids, row_probs, strict=True):
-                if len(draft.token_ids) < draft.context.max_nodes:
-                    draft.add(node, token_id, prob)
+    def _begin_passes(self, drafts: Sequence[_Draft], prefixes: Sequence[tuple[int, Sequence[int]]]) -> None:
+        max_rows = sum(draft.context.max_nodes for draft in drafts)
+        self.passes.begin(max_rows, len(drafts) * self.width, max(length for length, _ in prefixes))
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
