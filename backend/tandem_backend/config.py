@@ -82,7 +82,8 @@ class EngineConfig(BaseModel):
         default=20.0,
         ge=0,
         le=10000,
-        description="least time between two responses of a stream, first and last excepted; 0: one a round",
+        description="least time between two responses of a stream, first and last excepted; up to five times that "
+        "where the responses of all streams would slow the engine; 0: one a round",
     )
     max_failed_rounds: int = Field(
         default=3, ge=1, le=1000, description="so many rounds that fail one after another make the model unready"

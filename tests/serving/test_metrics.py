@@ -125,6 +125,33 @@ def test_only_what_changed_is_written(registry: dict[str, Metric]) -> None:
     assert written(registry, before) == {"tandem_num_sessions", "tandem_draft_tokens_total"}
 
 
+def test_histograms_and_ends_are_written_less_often_while_requests_run(
+    registry: dict[str, Metric], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
+    metrics = Metrics("tandem", "1")
+    work = counters(1)
+
+    def update(num_active: int) -> set[str]:
+        """What is written after one more round and one more request."""
+        work.num_rounds += 1
+        work.round_rows.observe(1)
+        metrics.end_request(Ended(FinishReason.STOP, is_streaming=True))
+        before = num_writes(registry)
+        metrics.update({"num_active": num_active}, work)
+        return written(registry, before or dict.fromkeys(registry, 0))
+
+    rare = {"tandem_round_rows_count", "tandem_requests_total"}
+    assert update(2) > rare
+    now[0] += 4
+    assert update(2) == {"tandem_rounds_total"}
+    now[0] += 1
+    assert update(2) > rare
+    assert update(0) > rare
+    assert numbers(registry)['tandem_requests_total{outcome="stop"}'] == 4
+
+
 def test_after_a_killed_stub_gauges_are_set_and_counting_goes_on(registry: dict[str, Metric]) -> None:
     Metrics("tandem", "1").update({"num_sessions": 7}, counters(4, 8, 6))
     Metrics("tandem", "1").update({"num_sessions": 0}, counters(1, 2, 0))

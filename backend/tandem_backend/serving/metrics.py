@@ -14,6 +14,8 @@ from tandem_backend.types import EngineCounters, FinishReason, Histogram
 
 OUTCOMES = (*FinishReason, FAILED)
 TOTAL = "_total"  # a statistic that ends so only grows: a counter
+# A histogram takes some twenty messages to the server, each of which interrupts the engine where cores are few.
+BUSY_INTERVAL_S = 5.0
 
 GAUGES = {
     "num_active": "Requests in the rounds",
@@ -154,6 +156,7 @@ class Metrics:
         self._registry = Registry(model, version)
         self._lock = threading.Lock()  # guards _requests
         self._requests = _Requests()
+        self._next_requests_s = 0.0  # time.monotonic()
 
     def end_request(self, ended: Ended) -> None:
         """Take note of a request's end; any thread, at no cost. The next update() writes it."""
@@ -161,9 +164,10 @@ class Metrics:
             self._requests.add(ended)
 
     def update(self, statistics: Mapping[str, float], counters: EngineCounters) -> None:
-        """Write what has changed; always the same thread, and not the engine's."""
-        with self._lock:
-            requests = deepcopy(self._requests)
+        """Write what has changed; always the same thread, and not the engine's.
+
+        While requests run, histograms and what is counted at their ends only every BUSY_INTERVAL_S.
+        """
         for key, value in statistics.items():
             if key.endswith(TOTAL):
                 self._count(f"tandem_{key}", value)
@@ -172,7 +176,11 @@ class Metrics:
         if "num_blocks" in statistics:
             self._write_blocks(statistics)
         self._write_work(counters)
-        self._write_requests(requests)
+        now_s = time.monotonic()
+        if not statistics.get("num_active") or now_s >= self._next_requests_s:
+            self._next_requests_s = now_s + BUSY_INTERVAL_S
+            self._write_rounds(counters)
+            self._write_requests()
 
     def close(self) -> None:
         """Give the metrics up while Triton server listens: a stub that exits holding one segfaults (seen with 2.51)."""
@@ -193,13 +201,17 @@ class Metrics:
             self._count(CACHE_MISSES, did.num_misses, cache=cache)
             self._count(CACHE_SAVED_TOKENS, did.num_saved_tokens, cache=cache)
             self._count(CACHE_EVICTIONS, did.num_evictions, cache=cache)
+
+    def _write_rounds(self, counters: EngineCounters) -> None:
         self._distribute(ROUND_SECONDS, counters.round_s)
         self._distribute(ROUND_ROWS, counters.round_rows)
         self._distribute(ROUND_SEQUENCES, counters.round_sequences)
         self._distribute(ACCEPTANCE_LENGTH, counters.acceptance_len)
         self._distribute(INTER_TOKEN, counters.inter_token_s)
 
-    def _write_requests(self, requests: _Requests) -> None:
+    def _write_requests(self) -> None:
+        with self._lock:
+            requests = deepcopy(self._requests)
         self._count(PROMPT_TOKENS, requests.prompt_tokens.total)
         self._count(CACHED_TOKENS, requests.num_cached_tokens)
         self._distribute(FIRST_TOKEN, requests.first_token_s)

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 from tandem_backend.types import StepOutput, join_outputs
 
+MAX_SENDER_SHARE = 0.01  # of a core, for the responses of all streams together
+MAX_STRETCH = 5.0  # of the interval, however many streams there are
+
 
 @dataclass(slots=True)
 class _Waiting:
@@ -32,7 +35,8 @@ class Outbox:
 
     A response costs the server about as much as a pass of a small model over one row. So a stream's responses are at
     least `interval_s` apart, the first and the last excepted, and hold all that came meanwhile; the sender sleeps until
-    one is due. A request that doesn't stream is handed over as a whole.
+    one is due. They are further apart, up to MAX_STRETCH times, where sending the responses of all streams would take
+    the sender more than MAX_SENDER_SHARE of a core. A request that doesn't stream is handed over as a whole.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -42,6 +46,8 @@ class Outbox:
         self._calls: list[Callable[[], None]] = []
         self._closed = False
         self._wakes_s = 0.0  # when the sender looks again by itself; 0: it isn't asleep
+        self._cost_s = 0.0  # of the sender's time for a response, a running mean
+        self._taken = (0, 0.0)  # how many outputs were taken last, and the sender thread's time then
 
     def open(self, request_id: str, *, is_streaming: bool) -> None:
         """A request will have outputs; all others' are dropped."""
@@ -76,8 +82,9 @@ class Outbox:
     def take(self, until_s: float) -> tuple[list[StepOutput], list[Callable[[], None]]] | None:
         """The outputs that are due, one a request and before an error another, and the calls; None after the end.
 
-        Waits for them until `until_s` (time.monotonic()).
+        Waits for them until `until_s` (time.monotonic()). One thread, the sender, calls this.
         """
+        self._learn_cost()
         with self._changed:
             while not self._calls and not self._closed:
                 ready_s = min((waiting.ready_s for waiting in self._waiting.values()), default=math.inf)
@@ -89,10 +96,23 @@ class Outbox:
             self._wakes_s = 0.0
             outputs, calls = self._take_ready(), self._calls
             self._calls = []
+            self._taken = (0 if calls else len(outputs), time.thread_time())  # a call is no response
             return None if self._closed and not outputs and not calls else (outputs, calls)
+
+    def _learn_cost(self) -> None:
+        num_outputs, begun_s = self._taken
+        if num_outputs:
+            spent_s = (time.thread_time() - begun_s) / num_outputs
+            self._cost_s += 0.1 * (spent_s - self._cost_s)
+
+    def _due_after_s(self) -> float:
+        num_streams = sum(waiting.is_streaming for waiting in self._waiting.values())
+        wanted_s = num_streams * self._cost_s / MAX_SENDER_SHARE
+        return min(max(self._interval_s, wanted_s), MAX_STRETCH * self._interval_s)
 
     def _take_ready(self) -> list[StepOutput]:
         now = time.monotonic()
+        due_s = now + self._due_after_s()
         taken = []
         for request_id, waiting in list(self._waiting.items()):
             if waiting.ready_s > now and not (self._closed and waiting.outputs):
@@ -101,7 +121,7 @@ class Outbox:
             if taken[-1].is_last:
                 del self._waiting[request_id]
             else:
-                waiting.outputs, waiting.due_s = [], now + self._interval_s
+                waiting.outputs, waiting.due_s = [], due_s
         return taken
 
 
