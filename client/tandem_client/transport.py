@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One gRPC stream a request, so that cancelling one request can't touch another. The seam that tests replace."""
+"""One gRPC stream a request, so that cancelling one request can't touch another. The seam that tests replace.
+
+Triton server 2.51 never frees a request whose stream is cancelled while the last response is being written, and never
+unloads its model then. So a stream is read to its end together with the last response: nothing is left to cancel.
+"""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, Protocol, Self
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2_grpc
 
-from tandem_client.wire import InferRequest, InferResponse, decode, encode, metadata, translate_status
+from tandem_client.wire import InferRequest, InferResponse, decode, encode, is_last, metadata, translate_status
 
 DEFAULT_URL = "127.0.0.1:8001"
 DEFAULT_MODEL = "tandem"
@@ -76,6 +81,9 @@ class _GrpcStream:
             message = next(self._call)
         except grpc.RpcError as error:
             raise translate_status(error.code().name, error.details() or "", self._url) from error
+        if is_last(message):
+            with suppress(grpc.RpcError):
+                next(self._call, None)
         return decode(message)
 
     def cancel(self) -> None:
@@ -128,6 +136,9 @@ class _AioStream:
             raise translate_status(error.code().name, error.details() or "", self._url) from error
         if message is grpc.aio.EOF:
             raise StopAsyncIteration
+        if is_last(message):
+            with suppress(grpc.RpcError):
+                await self._call.read()
         return decode(message)
 
     def cancel(self) -> None:

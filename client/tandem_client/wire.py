@@ -118,11 +118,16 @@ def decode(message: Any) -> InferResponse:
         raise ServerError.parse(message.error_message)
     response = message.infer_response
     result = InferResult(response)
-    is_final = "triton_final_response" in response.parameters
     return InferResponse(
-        outputs={output.name: result.as_numpy(output.name) for output in response.outputs},
-        is_final=is_final and response.parameters["triton_final_response"].bool_param,
+        outputs={output.name: result.as_numpy(output.name) for output in response.outputs}, is_final=is_last(message)
     )
+
+
+def is_last(message: Any) -> bool:
+    """Whether a ModelStreamInferResponse is its request's last: it carries an error or the FINAL flag."""
+    parameters = message.infer_response.parameters
+    is_final = "triton_final_response" in parameters and parameters["triton_final_response"].bool_param
+    return bool(message.error_message) or is_final
 
 
 def translate_status(code: str, details: str, url: str) -> TandemClientError:
