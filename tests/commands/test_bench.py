@@ -5,7 +5,7 @@ import json
 import math
 import runpy
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from fakes.tiny_model import edit_config, tiny_checkpoint
-from tandem_backend.benchmarks.engine_runs import bench_config, run_together
+from tandem_backend.benchmarks.engine_runs import bench_config, run_in_turns, run_together
 from tandem_backend.benchmarks.passes import bushy_tree
 from tandem_backend.benchmarks.verify_curve import ROWS
 from tandem_backend.commands.bench import bench
@@ -21,6 +21,7 @@ from tandem_backend.engine import Engine
 from tandem_backend.engine import round as rounds
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, accept
 from tandem_backend.engine.router import load_verify_curve
+from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.types import Prompt, Request, SamplingParams
 
 OPS_SCRIPT = Path(__file__).parents[2] / "kernels" / "bench" / "ops.py"
@@ -185,6 +186,30 @@ def test_only_rounds_in_which_all_decode_are_timed(checkpoint: Path) -> None:
     assert measured.times.num_rounds == 3  # after the round of the first tokens, up to the shorter one's end
     assert measured.num_tokens == 6
     assert measured.times.num_rows == 6
+
+
+def test_requests_in_turns_share_no_round_and_stay_near_each_other(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(bench_config(checkpoint, (), 1, 2))
+    decoding, schedule = [], Scheduler.schedule
+
+    def watched(scheduler: Scheduler) -> Any:
+        scheduled = schedule(scheduler)
+        decoding.append([rows.generation.request.request_id for rows in scheduled if not rows.num_prompt_rows])
+        return scheduled
+
+    monkeypatch.setattr(Scheduler, "schedule", watched)
+    requests = [
+        Request(request_id=name, prompt=Prompt(token_ids=(5, 6, 7)), params=SamplingParams(max_tokens=n))
+        for name, n in (("a", 20), ("b", 30))
+    ]
+    one, other = run_in_turns(engine, [engine.prepare(request) for request in requests])
+    assert [len(run.token_ids[0]) for run in (one, other)] == [20, 30]
+    assert one.token_ids[0] == other.token_ids[0][:20]
+    assert [run.num_tokens for run in (one, other)] == [run.times.num_rounds for run in (one, other)] == [19, 29]
+    turns = [(name, len(list(rounds_of))) for (name,), rounds_of in groupby(filter(None, decoding))]
+    assert turns == [("a", 8), ("b", 16), ("a", 11), ("b", 13)]
 
 
 def test_ops_are_timed_at_every_row_count() -> None:

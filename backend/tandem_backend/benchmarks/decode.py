@@ -6,8 +6,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
-from tandem_backend.benchmarks.engine_runs import ALL_PROMPT_ROWS, Run, TextsDifferError, bench_config, run_together
-from tandem_backend.engine import Engine
+from tandem_backend.benchmarks.engine_runs import (
+    ALL_PROMPT_ROWS,
+    Run,
+    TextsDifferError,
+    bench_config,
+    run_in_turns,
+    run_together,
+)
+from tandem_backend.engine import Engine, PreparedRequest
 from tandem_backend.engine.drafting import NO_DRAFTER
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import Request, SamplingParams
@@ -79,7 +86,9 @@ class DecodeBench:
 
     def _pair(self, index: int, *, is_plain_first: bool) -> tuple[Run, Run]:
         order = (NO_DRAFTER, self.drafters) if is_plain_first else (self.drafters, NO_DRAFTER)
-        runs = {drafter: self._decode([index], drafter) for drafter in order}
+        runs = dict(zip(order, run_in_turns(self.engine, [self._prepare(index, d) for d in order]), strict=True))
+        for drafter, run in runs.items():
+            self._check_text(index, run.token_ids[0], f"{drafter}, 1 in parallel")
         return runs[NO_DRAFTER], runs[self.drafters]
 
     def _joint_groups(self, pairs: Mapping[int, object]) -> list[list[int]]:
@@ -101,18 +110,19 @@ class DecodeBench:
 
     def _decode(self, indices: Sequence[int], drafter: str) -> Run:
         """Decode prompts together; their texts are held to those of the first time, which were decoded plainly."""
-        params = SamplingParams(max_tokens=self.max_tokens, drafter=drafter)
-        requests = []
-        for i in indices:
-            request = Request(request_id=str(next(self._ids)), prompt=self.prompts[i].prompt, params=params)
-            try:
-                requests.append(self.engine.prepare(request))
-            except InvalidRequestError as error:
-                raise InvalidRequestError(f"prompt {self.prompts[i].name!r}: {error}") from error
+        requests = [self._prepare(index, drafter) for index in indices]
         run = run_together(self.engine, requests)
         for i, token_ids in zip(indices, run.token_ids, strict=True):
             self._check_text(i, token_ids, f"{drafter}, {len(indices)} in parallel")
         return run
+
+    def _prepare(self, index: int, drafter: str) -> PreparedRequest:
+        named = self.prompts[index]
+        params = SamplingParams(max_tokens=self.max_tokens, drafter=drafter)
+        try:
+            return self.engine.prepare(Request(request_id=str(next(self._ids)), prompt=named.prompt, params=params))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"prompt {named.name!r}: {error}") from error
 
     def _check_text(self, index: int, token_ids: tuple[int, ...], side: str) -> None:
         expected = self._texts.setdefault(index, token_ids)

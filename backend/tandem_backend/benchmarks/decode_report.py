@@ -44,7 +44,7 @@ def _prompt(name: str, kind: str, pairs: Sequence[tuple[Run, Run]]) -> dict[str,
         "num_tokens": len(plain[0].token_ids[0]),
         "plain_tokens_per_s": statistics.median(run.tokens_per_s for run in plain),
         "speculative_tokens_per_s": statistics.median(run.tokens_per_s for run in speculative),
-        # A pair runs back to back, so a slow spell of the machine hits both of its sides.
+        # A pair runs in turns, so a slow spell of the machine hits both of its sides.
         "speedup": statistics.median(b.tokens_per_s / a.tokens_per_s for a, b in pairs),
         **_round(speculative),
     }

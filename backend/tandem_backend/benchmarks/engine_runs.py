@@ -2,16 +2,19 @@
 """Requests run through an engine of this process, with the clock on the rounds in which all of them decode."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine import Engine, PreparedRequest
+from tandem_backend.engine.scheduler import Scheduler
 from tandem_backend.engine.times import RoundTimes
 from tandem_backend.errors import TandemError
 
 ALL_PROMPT_ROWS = 8192
+TURN_TOKENS = 8  # a slow spell of the machine lasts much longer than so many take
 
 
 class TextsDifferError(TandemError):
@@ -55,26 +58,67 @@ def run_together(engine: Engine, requests: Sequence[PreparedRequest]) -> Run:
     token_ids: dict[str, list[int]] = {prepared.request.request_id: [] for prepared in requests}
     for prepared in requests:
         engine.add(prepared)
-    run = Run([])
+    before, run, after = Run([]), Run([]), Run([])
     is_over = False
     while engine.has_work():
-        do_all_decode = all(token_ids.values())
-        before, begun = replace(engine.rounds.times), time.perf_counter()
-        outputs = engine.step()
-        elapsed_s = time.perf_counter() - begun
-        for output in outputs:
-            if output.error is not None:
-                raise output.error
-            token_ids[output.request_id].extend(output.token_ids)
-        if not do_all_decode:
-            run.prefill_s += elapsed_s
-        elif not is_over:
-            run.decode_s += elapsed_s
-            run.num_tokens += sum(len(output.token_ids) for output in outputs)
-            run.times.add(_round_times(before, engine.rounds.times, 1e3 * elapsed_s))
-        is_over = is_over or any(output.is_last for output in outputs)
+        part = after if is_over else run if all(token_ids.values()) else before
+        is_over |= _step(engine, token_ids, part)
+    run.prefill_s = before.decode_s
     run.token_ids = [tuple(ids) for ids in token_ids.values()]
     return run
+
+
+def run_in_turns(engine: Engine, requests: Sequence[PreparedRequest]) -> list[Run]:
+    """Decode requests each in rounds of its own, all of them a few tokens at a time; the engine must be idle.
+
+    So what slows the machine down for longer than a turn slows all of them alike, at the same tokens. Raises the
+    requests' TandemError.
+    """
+    token_ids: dict[str, list[int]] = {prepared.request.request_id: [] for prepared in requests}
+    runs = {request_id: Run([]) for request_id in token_ids}
+    for prepared in requests:
+        engine.add(prepared)
+        reading = Run([])
+        with _running_alone(engine.scheduler, prepared.request.request_id):
+            while engine.has_work() and not token_ids[prepared.request.request_id]:
+                _step(engine, token_ids, reading)
+        runs[prepared.request.request_id].prefill_s = reading.decode_s
+    while engine.has_work():
+        left = [generation.request.request_id for generation in engine.scheduler.running]
+        turn = min((request_id for request_id in token_ids if request_id in left), key=lambda i: len(token_ids[i]))
+        end = max(map(len, token_ids.values())) + TURN_TOKENS
+        with _running_alone(engine.scheduler, turn):
+            while engine.has_work() and len(token_ids[turn]) < end:
+                _step(engine, token_ids, runs[turn])
+    for request_id, run in runs.items():
+        run.token_ids = [tuple(token_ids[request_id])]
+    return list(runs.values())
+
+
+@contextmanager
+def _running_alone(scheduler: Scheduler, request_id: str) -> Iterator[None]:
+    """Keep the other running requests out of the rounds within."""
+    others = [generation for generation in scheduler.running if generation.request.request_id != request_id]
+    scheduler.running = [generation for generation in scheduler.running if generation not in others]
+    try:
+        yield
+    finally:
+        scheduler.running += others
+
+
+def _step(engine: Engine, token_ids: Mapping[str, list[int]], run: Run) -> bool:
+    """One round, whose tokens and times are added; says whether a request ended in it."""
+    before, begun = replace(engine.rounds.times), time.perf_counter()
+    outputs = engine.step()
+    elapsed_s = time.perf_counter() - begun
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+        token_ids[output.request_id].extend(output.token_ids)
+    run.decode_s += elapsed_s
+    run.num_tokens += sum(len(output.token_ids) for output in outputs)
+    run.times.add(_round_times(before, engine.rounds.times, 1e3 * elapsed_s))
+    return any(output.is_last for output in outputs)
 
 
 def _round_times(before: RoundTimes, after: RoundTimes, elapsed_ms: float) -> RoundTimes:

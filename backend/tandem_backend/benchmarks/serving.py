@@ -20,7 +20,7 @@ from tandem_backend.errors import TandemError
 from tandem_backend.types import Request, SamplingParams
 from tandem_backend.verification.prompts import NamedPrompt
 
-STREAMS = (1, 8)
+PAIRS = {1: 3, 8: 1}  # by number of streams, a repeat: a single stream's run is short, and its time says less
 
 Say = Callable[[str], None]
 
@@ -31,6 +31,7 @@ class _Side:
 
     token_ids: list[tuple[int, ...]] = field(default_factory=list)
     elapsed_s: float = 0.0
+    first_token_s: list[float] = field(default_factory=list)  # by request, from the first one sent
     num_responses: int = 0
     cpu_s: dict[str, float] = field(default_factory=dict)  # of all threads, by process
 
@@ -71,22 +72,22 @@ class ServingBench:
         self._ids = count()
 
     def run(self, repeats: int, say: Say) -> list[dict[str, Any]]:
-        """Figures by number of streams, medians over repeats. Raises TextsDifferError, and TandemError of a request."""
-        return [self._measure(streams, repeats, say) for streams in STREAMS]
+        """Figures by number of streams, medians over pairs. Raises TextsDifferError, and TandemError of a request."""
+        return [self._measure(streams, repeats * pairs, say) for streams, pairs in PAIRS.items()]
 
-    def _measure(self, streams: int, repeats: int, say: Say) -> dict[str, Any]:
+    def _measure(self, streams: int, num_pairs: int, say: Say) -> dict[str, Any]:
         pairs = []
-        for repeat in range(repeats + 1):
-            say(f"{streams} streams: {f'repeat {repeat} of {repeats}' if repeat else 'warming up'}")
-            prompts = [self._prompts[(max(repeat - 1, 0) * streams + i) % len(self._prompts)] for i in range(streams)]
+        for number in range(num_pairs + 1):
+            say(f"{streams} streams: {f'{number} of {num_pairs}' if number else 'warming up'}")
+            prompts = [self._prompts[(max(number - 1, 0) * streams + i) % len(self._prompts)] for i in range(streams)]
             sides = (self._in_process, self._through_grpc)
-            runs = {side: self._timed(side, prompts) for side in (sides if repeat % 2 == 0 else reversed(sides))}
+            runs = {side: self._timed(side, prompts) for side in (sides if number % 2 == 0 else reversed(sides))}
             engine, grpc = (runs[side] for side in sides)
             if engine.token_ids != grpc.token_ids:
                 raise TextsDifferError(
                     "gRPC gave other tokens than the engine; figures of different texts mean nothing"
                 )
-            if repeat:
+            if number:
                 pairs.append((engine, grpc))
         return {
             "streams": streams,
@@ -94,6 +95,8 @@ class ServingBench:
             "grpc_tokens_per_s": statistics.median(grpc.tokens_per_s for _, grpc in pairs),
             # A pair runs back to back, so a slow spell of the machine hits both of its sides.
             "ratio": statistics.median(grpc.tokens_per_s / engine.tokens_per_s for engine, grpc in pairs),
+            "engine_first_token_ms": _first_token_ms([engine for engine, _ in pairs]),
+            "grpc_first_token_ms": _first_token_ms([grpc for _, grpc in pairs]),
             "tokens_per_response": sum(g.num_tokens for _, g in pairs) / sum(g.num_responses for _, g in pairs),
             # Where gRPC's time goes: unlike the rates, hardly changed by what else runs on the machine.
             "engine_cpu_ms_per_token": _cpu_ms_per_token([engine for engine, _ in pairs], "client"),
@@ -116,6 +119,7 @@ class ServingBench:
         params = SamplingParams(max_tokens=self._max_tokens, ignore_eos=True, drafter=self._drafter)
         requests = [Request(request_id=str(next(self._ids)), prompt=each.prompt, params=params) for each in prompts]
         token_ids: dict[str, list[int]] = {request.request_id: [] for request in requests}
+        side = _Side()
         begun = time.perf_counter()
         for request in requests:
             self._engine.add(self._engine.prepare(request))
@@ -123,8 +127,12 @@ class ServingBench:
             for output in self._engine.step():
                 if output.error is not None:
                     raise output.error
+                if output.token_ids and not token_ids[output.request_id]:
+                    side.first_token_s.append(time.perf_counter() - begun)
                 token_ids[output.request_id].extend(output.token_ids)
-        return _Side([tuple(ids) for ids in token_ids.values()], time.perf_counter() - begun)
+        side.elapsed_s = time.perf_counter() - begun
+        side.token_ids = [tuple(ids) for ids in token_ids.values()]
+        return side
 
     def _through_grpc(self, prompts: Sequence[NamedPrompt]) -> _Side:
         try:
@@ -137,11 +145,11 @@ class ServingBench:
         async with AsyncTandemClient(self._url) as client:
             await client.complete(input_ids=[0], max_tokens=1)  # connects
             begun = time.perf_counter()
-            side.token_ids = await asyncio.gather(*(self._ask(client, named, side) for named in prompts))
+            side.token_ids = await asyncio.gather(*(self._ask(client, named, side, begun) for named in prompts))
             side.elapsed_s = time.perf_counter() - begun
         return side
 
-    async def _ask(self, client: AsyncTandemClient, named: NamedPrompt, side: _Side) -> tuple[int, ...]:
+    async def _ask(self, client: AsyncTandemClient, named: NamedPrompt, side: _Side, begun: float) -> tuple[int, ...]:
         prompt = named.prompt
         token_ids: list[int] = []
         sampling = {"ignore_eos": True} | ({"drafter": self._drafter} if self._drafter is not None else {})
@@ -153,9 +161,15 @@ class ServingBench:
             max_tokens=self._max_tokens,
             sampling=sampling,
         ):
+            if chunk.token_ids and not token_ids:
+                side.first_token_s.append(time.perf_counter() - begun)
             token_ids += chunk.token_ids
             side.num_responses += 1
         return tuple(token_ids)
+
+
+def _first_token_ms(runs: Sequence[_Side]) -> float:
+    return 1e3 * statistics.median(seconds for run in runs for seconds in run.first_token_s)
 
 
 def _cpu_ms_per_token(runs: Sequence[_Side], process: str) -> float:
@@ -163,9 +177,16 @@ def _cpu_ms_per_token(runs: Sequence[_Side], process: str) -> float:
 
 
 def render_serving(result: Mapping[str, Any]) -> str:
-    rates = ("engine_tokens_per_s", "grpc_tokens_per_s", "ratio", "tokens_per_response")
-    headings = ["streams", "engine tokens/s", "gRPC tokens/s", "ratio", "tokens a response"]
-    speed = table(headings, [[str(row["streams"]), *(row[key] for key in rates)] for row in result["rows"]])
+    columns = {
+        "engine tokens/s": "engine_tokens_per_s",
+        "gRPC tokens/s": "grpc_tokens_per_s",
+        "ratio": "ratio",
+        "engine first token, ms": "engine_first_token_ms",
+        "gRPC": "grpc_first_token_ms",
+        "tokens a response": "tokens_per_response",
+    }
+    rates = [[str(row["streams"]), *(row[key] for key in columns.values())] for row in result["rows"]]
+    speed = table(["streams", *columns], rates)
     headings = ["CPU ms a token", "engine alone", "stub (engine)", "server", "client"]
     costs = [
         [f"{row['streams']} streams", row["engine_cpu_ms_per_token"]]

@@ -48,24 +48,29 @@ def _model_repository_option(command: Callable[..., Any]) -> Callable[..., Any]:
     )(command)
 
 
-def _measure_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _measure_options(max_tokens: int = 128, repeats: int = 3) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options of a measurement, with these defaults."""
     options = (
         click.option(
             "--prompts", "prompts_file", type=_FILE, default=PROMPTS, show_default=True, help="As for tandem verify."
         ),
-        click.option("--max-tokens", type=click.IntRange(min=8), default=128, show_default=True),
+        click.option("--max-tokens", type=click.IntRange(min=8), default=max_tokens, show_default=True),
         click.option(
-            "--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Figures are medians."
+            "--repeats", type=click.IntRange(min=1), default=repeats, show_default=True, help="Figures are medians."
         ),
         click.option("--json", "json_file", type=_NEW_FILE, callback=_in_a_folder, help="Write the result here too."),
     )
-    for option in reversed(options):
-        command = option(command)
-    return command
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def _decode_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    return _checkpoint_option(_measure_options(command))
+    return _checkpoint_option(_measure_options()(command))
 
 
 @click.group()
@@ -103,8 +108,10 @@ def decode(
 ) -> None:
     """Speculation beside plain decoding.
 
-    The same engine decodes every prompt with drafters and without, in turns; then four sequences in joint rounds beside
-    one, all with drafters. Exits 1 when a text is not the one of plain decoding.
+    The same engine decodes every prompt with drafters and without, in turns of a few tokens, so that a slow spell of
+    the machine hits both; a prompt's speedup is the median of its repeats' ratios (15 repeats tell it to some 3 %).
+    Then four sequences in joint rounds beside one, all with drafters. Exits 1 when a text is not the one of plain
+    decoding.
     """
     from tandem_backend.benchmarks.decode import DecodeBench
     from tandem_backend.benchmarks.decode_report import decode_result, render_decode
@@ -130,7 +137,7 @@ def decode(
 @_model_repository_option
 @click.option("--triton-server", metavar="PATH", help="Triton server's folder or binary [env: TANDEM_TRITON_SERVER].")
 @click.option("--drafter", help="Of all requests; the engine's default otherwise.")
-@_measure_options
+@_measure_options(max_tokens=1024, repeats=9)
 def serving(
     model_repository: Path,
     triton_server: str | None,
@@ -178,7 +185,7 @@ def serving(
 @_model_repository_option
 @click.option("--triton-server", metavar="PATH", help="Triton server's folder or binary [env: TANDEM_TRITON_SERVER].")
 @click.option("--streams", type=click.IntRange(min=1), default=8, show_default=True, help="At once.")
-@_measure_options
+@_measure_options()
 def gateway(
     model_repository: Path,
     triton_server: str | None,
@@ -225,7 +232,7 @@ def gateway(
     help="Of the proxy, with the replicas of this run in place of its own.",
 )
 @click.option("--streams", type=click.IntRange(min=1), default=16, show_default=True, help="Requests at a time.")
-@_measure_options
+@_measure_options()
 def replicas(
     checkpoint: Path,
     envoy_config: Path,
