@@ -8,6 +8,9 @@ KERNEL_SOURCES := $(wildcard kernels/tandem_kernels/cpu/*.[ch]) kernels/build_ke
 KERNELS := kernels/tandem_kernels/cpu/tandem_cpu_v3.so kernels/tandem_kernels/cpu/tandem_cpu_v4.so
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# Where it is set, the servers and workers of a test run would each compile all that pip did not.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install build demo serve test test-gpu soak check bench clean
 .DEFAULT_GOAL := help
 
@@ -24,8 +27,9 @@ demo: install ## start Triton server, stream the answers to three prompts, stop 
 serve: install ## run Triton server on ports 8000 (HTTP), 8001 (gRPC) and 8002 (metrics)
 	@$(BIN)/tandem serve $(ARGS)
 
+WORKERS ?= 2
 test: install ## run the tests, those against a real Triton server included (ARGS=... goes to pytest)
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-gpu: $(INSTALLED) ## on a machine with a CUDA device: bit equality of kernels, passes and engine, tandem verify, a real Triton server
 	@$(BIN)/python -m pytest -m gpu tests/kernels tests/model $(ARGS)
@@ -54,11 +58,13 @@ clean: ## remove .venv, the compiled kernels and caches
 $(BIN)/python:
 	@python=$$(scripts/find_python) && echo "making $(VENV) with $$python" && "$$python" -m venv $(VENV)
 
-# The build tools first: the packages are then built with them, at the versions of constraints.txt.
+# The build tools first: the packages are then built with them, at the versions of constraints.txt. What pip would compile
+# on one core, compileall does on all; some files of packages are templates and no Python.
 $(INSTALLED): pyproject.toml client/pyproject.toml constraints.txt | $(BIN)/python
 	@echo "installing Tandem, torch and Triton server into $(VENV) (minutes on a first run)"
-	@$(PIP) install -c constraints.txt editables hatchling ziglang
-	@$(PIP) install -c constraints.txt --no-build-isolation -e "client[gateway,plot]" -e ".[dev,server]"
+	@$(PIP) install -c constraints.txt --no-compile editables hatchling ziglang
+	@$(PIP) install -c constraints.txt --no-compile --no-build-isolation -e "client[gateway,plot]" -e ".[dev,server]"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
 
 $(KERNELS) &: $(KERNEL_SOURCES) | $(INSTALLED)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from running_server import running_server
 from small_server import small_repository
 from tandem_backend.serving.launcher import TritonServer
 from triton_calls import MODEL_REPOSITORY
@@ -18,7 +19,7 @@ def server_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(server_log: Path) -> Iterator[TritonServer]:
-    with TritonServer(MODEL_REPOSITORY, log_path=server_log) as running:
+    with running_server(MODEL_REPOSITORY, log_path=server_log) as running:
         yield running
 
 
@@ -26,7 +27,7 @@ def server(server_log: Path) -> Iterator[TritonServer]:
 def running_small_server(folder: Path) -> Iterator[TritonServer]:
     repository = small_repository(folder / "repository")
     control = ("--model-control-mode=explicit", "--load-model=*")
-    with TritonServer(repository, log_path=folder / "server.log", extra_args=control) as running:
+    with running_server(repository, log_path=folder / "server.log", extra_args=control) as running:
         yield running
 
 

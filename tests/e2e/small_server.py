@@ -5,20 +5,24 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from triton_calls import MODEL_REPOSITORY
 
 IDLE_S = 3
 NUM_CANDIDATES = 6
 LIMITS = {"max_active": 2, "max_queued": 2, "max_sessions": 4, "queue_timeout_s": 8, "max_failed_rounds": 2}
+MEMORY = {"kv_cache_bytes": 64 << 20}  # allocated a second sooner than the default
 ADMIN_TOKEN = "the admin of the tests"
 FAULT = 8000  # a token id that makes every round fail that reads it
 
 FAULTY_MODEL = f"""
 import torch
 from tandem_backend.model.decoder import Decoder
+from tandem_backend.serving import loop, metrics
 from tandem_backend.serving.model import TritonPythonModel
 
+loop.REPORT_INTERVAL_S, loop.SWEEP_INTERVAL_S, metrics.BUSY_INTERVAL_S = 0.1, 0.5, 0.5  # what tests wait for
 forward = Decoder.forward
 
 
@@ -32,8 +36,8 @@ Decoder.forward = failing_forward
 """
 
 
-def small_repository(folder: Path) -> Path:
-    """Both models under `folder`; the checkpoint stays where it is."""
+def small_repository(folder: Path, **settings: Any) -> Path:
+    """Both models under `folder`, with these settings more; the checkpoint stays where it is."""
     for name in ("tandem", "tandem_generate"):
         (folder / name / "1").mkdir(parents=True)
         shutil.copy(MODEL_REPOSITORY / name / "1" / "model.py", folder / name / "1" / "model.py")
@@ -51,6 +55,7 @@ def small_repository(folder: Path) -> Path:
     config.write_text(text)
     engine = json.loads((MODEL_REPOSITORY / "tandem" / "1" / "engine.json").read_text())
     checkpoint = MODEL_REPOSITORY / "tandem" / "1" / engine["checkpoint"]
-    limits = engine | LIMITS | {"checkpoint": str(checkpoint), "self_test_rows": 0, "admin_token": ADMIN_TOKEN}
-    (folder / "tandem" / "1" / "engine.json").write_text(json.dumps(limits))
+    own = {"checkpoint": str(checkpoint), "self_test_rows": 0, "admin_token": ADMIN_TOKEN}
+    merged = engine | LIMITS | MEMORY | own | settings
+    (folder / "tandem" / "1" / "engine.json").write_text(json.dumps(merged))
     return folder

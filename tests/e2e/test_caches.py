@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from deployments import unanswered
+from running_server import running_server
 from small_server import ADMIN_TOKEN, small_repository
 from tandem_backend.serving.launcher import TritonServer
 from triton_calls import metrics, metrics_page, post, wait_until
@@ -55,13 +56,11 @@ def test_a_server_without_a_token_takes_no_admin_requests(server: Any) -> None:
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonServer, dict[str, Any]]]:
     """A server over the disk cache of one before it, and an answer of that one."""
     folder = tmp_path_factory.mktemp("restarted")
-    repository = small_repository(folder / "repository")
-    config = repository / "tandem" / "1" / "engine.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"disk_cache": str(folder / "disk")}))
+    repository = small_repository(folder / "repository", disk_cache=str(folder / "disk"))
     with TritonServer(repository, log_path=folder / "first.log") as server:
         first = generate(server, cache_salt="a")
     assert list((folder / "disk").glob("*.safetensors"))
-    with TritonServer(repository, log_path=folder / "second.log") as server:
+    with running_server(repository, log_path=folder / "second.log") as server:
         yield server, first
 
 

@@ -97,7 +97,7 @@ def test_text_comes_piece_by_piece(open_page: Open) -> None:
             };
         }"""
     )
-    (text,) = live.ask(QUESTION)
+    (text,) = live.ask(LONG_QUESTION)
     seen = live.page.evaluate("window.shown")
     assert len(set(seen)) > 3
     assert all(text.startswith(part.strip()) for part in seen)

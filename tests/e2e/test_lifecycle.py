@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 import pytest
+from small_server import small_repository
 from tandem_backend.serving.launcher import TritonServer
 from triton_calls import (
     EXACTLY,
@@ -39,6 +40,8 @@ READY_S = 90
 NUM_CONNECTIONS = 16  # twice as many as Triton server has HTTP threads
 # Runs for six seconds where nothing else does.
 LONG = {"text_input": PROMPT, "max_tokens": 4000, "sampling_parameters": '{"ignore_eos": true, "draft": "off"}'}
+SOME = {"text_input": PROMPT, "max_tokens": 100, "sampling_parameters": EXACTLY}
+SOME_BY_HTTP = {"text_input": PROMPT, "max_tokens": 100, "ignore_eos": True}
 
 
 def stub(server_pid: int, model: str) -> psutil.Process:
@@ -108,45 +111,59 @@ def regions(server: TritonServer) -> list[Path]:
     return list(Path("/dev/shm").glob(f"{server.shm_prefix}*"))
 
 
+def unload_while_it_answers(server: TritonServer, expected: Answer) -> None:
+    """What runs goes on to its end, what comes is refused."""
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send(stream=True, **SOME, **FULL_ANSWER)
+        responses = stream.responses()
+        first = next(responses)
+        with in_background(lambda: post(server.http_url, "generate", SOME_BY_HTTP)) as by_http:
+            server.api.unload("tandem")
+            with pytest.raises(InferenceServerException, match="unknown model: 'tandem'"):
+                ask(server, **SOME)
+            assert Answer([first, *responses]) == expected
+            status, answer = by_http.get(timeout=READY_S)
+            assert status in (200, 400)  # 400: not forwarded before the unloading
+            if status == 200:
+                assert answer["text_output"] == PROMPT + expected.text
+    assert "error" in post(server.http_url, "generate", {"text_input": PROMPT, "max_tokens": 1})[1]
+
+
+def test_who_asks_for_it_gets_errors_with_a_status(tmp_path: Path) -> None:
+    """On a server of its own: 2.51 crashes in one of some forty such streams, once the client has its answer."""
+    with (
+        TritonServer(small_repository(tmp_path / "models"), log_path=tmp_path / "server.log") as server,
+        GrpcStream(server.grpc_url, headers={"triton_grpc_error": "true"}) as stream,
+    ):
+        stream.send(text_input="")
+        with pytest.raises(InferenceServerException) as info:
+            list(stream.responses())
+        assert str(info.value.status()) == "StatusCode.INVALID_ARGUMENT"
+
+
 @pytest.mark.timeout(2 * READY_S)
 def test_reload_under_load_then_a_killed_server(tmp_path: Path) -> None:
-    request = {"text_input": PROMPT, "max_tokens": 300, "sampling_parameters": EXACTLY}
-    with TritonServer(MODEL_REPOSITORY, log_path=tmp_path / "server.log") as server:
+    # Room for what outlives the reload, and a core for the reload.
+    roomy = {"max_active": 32, "kv_cache_bytes": 256 << 20, "num_threads": 1}
+    repository = small_repository(tmp_path / "models", **roomy)
+    with TritonServer(repository, log_path=tmp_path / "server.log") as server:
         reload_front_while_clients_ask(server)
         wait_until(lambda: num_ended(server) == 1)  # the warm-up
-        expected = ask(server, **request)
-        with GrpcStream(server.grpc_url) as stream:
-            stream.send(stream=True, **request, **FULL_ANSWER)
-            responses = stream.responses()
-            first = next(responses)
-            body = {"text_input": PROMPT, "max_tokens": 300, "ignore_eos": True}
-            with in_background(lambda: post(server.http_url, "generate", body)) as by_http:
-                server.api.unload("tandem")
-                with pytest.raises(InferenceServerException, match="unknown model: 'tandem'"):
-                    ask(server, **request)
-                assert Answer([first, *responses]) == expected  # what ran goes on
-                status, answer = by_http.get(timeout=30)
-                assert status in (200, 400)  # 400: not forwarded before the unloading
-                if status == 200:
-                    assert answer["text_output"] == PROMPT + expected.text
-        assert "error" in post(server.http_url, "generate", {"text_input": PROMPT, "max_tokens": 1})[1]
-        server.api.load("tandem", READY_S)
-        assert ask(server, **request) == expected
-        assert post(server.http_url, "generate", body)[1]["text_output"] == PROMPT + expected.text
-
-        with GrpcStream(server.grpc_url) as stream:  # one that outlives a whole reload
+        expected = ask(server, **SOME)
+        with GrpcStream(server.grpc_url) as outliving:  # the whole reload
             many = '{"ignore_eos": true, "draft": "off", "n": 16}'
-            stream.send(stream=True, **LONG | {"sampling_parameters": many})
-            next(stream.responses())
-            server.api.unload("tandem")
+            outliving.send(stream=True, **LONG | {"sampling_parameters": many})
+            next(outliving.responses())
+            unload_while_it_answers(server, expected)
             server.api.load("tandem", READY_S)
-            assert ask(server, **request) == expected
+            assert ask(server, **SOME) == expected
+            assert post(server.http_url, "generate", SOME_BY_HTTP)[1]["text_output"] == PROMPT + expected.text
             overlapping = metrics(server)
         assert overlapping["tandem_num_active"] == 16
         assert 'tandem_num_active{overlap="1"}' in overlapping
         wait_until(lambda: "tandem_num_active" not in metrics(server))  # the older one's series went with it
-        assert ask(server, **request) == expected
-        wait_until(lambda: metrics(server)['tandem_requests_total{outcome="length",overlap="1"}'] == 2)
+        assert ask(server, **SOME) == expected
+        wait_until(lambda: metrics(server)['tandem_requests_total{outcome="length",overlap="1"}'] == 4)
 
         stubs = psutil.Process(server.pid).children(recursive=True)
         os.kill(server.pid, signal.SIGKILL)
@@ -219,9 +236,10 @@ def generates(url: str, timeout_s: float = 30) -> bool:
 
 
 @pytest.mark.timeout(4 * READY_S)
-def test_serve_revives_what_is_dead_or_stuck() -> None:
+def test_serve_revives_what_is_dead_or_stuck(tmp_path: Path) -> None:
+    repository = small_repository(tmp_path / "models")
     free = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
-    command = [TANDEM, "serve", f"--model-repository={MODEL_REPOSITORY}", *free, "--heartbeat-timeout=3"]
+    command = [TANDEM, "serve", f"--model-repository={repository}", *free, "--heartbeat-timeout=3"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     assert process.stdout is not None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from fakes.tiny_text_model import tiny_text_checkpoint
+from running_server import running_server
 from tandem_backend.commands.new_model import new_model
 from tandem_backend.config import EngineConfig
 from tandem_backend.engine import Engine
@@ -48,7 +49,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, checkpoints: list[Path]
 @pytest.fixture(scope="module")
 def server(repository: Path) -> Iterator[TritonServer]:
     control = ("--model-control-mode=explicit", "--load-model=*")
-    with TritonServer(repository, extra_args=control) as running:
+    with running_server(repository, extra_args=control) as running:
         yield running
 
 

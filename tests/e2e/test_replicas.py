@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,19 @@ def stub(replica: TritonServer) -> psutil.Process:
     return found
 
 
+@contextmanager
+def stopped(replicas: list[TritonServer]) -> Iterator[None]:
+    """No engine does anything meanwhile."""
+    engines = [stub(replica) for replica in replicas]
+    for engine in engines:
+        engine.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.send_signal(signal.SIGCONT)
+
+
 def outcome(call: Callable[[], Any]) -> Any:
     """What the call gives, or the client's error that it raises."""
     try:
@@ -210,6 +224,42 @@ def test_streams_http_and_refusals_pass_through(client: TandemClient, envoy: Env
     connection.close()
 
 
+def test_the_bench_compares_like_with_like(envoy: Envoy, client: TandemClient, replicas: list[TritonServer]) -> None:
+    prompts = [NamedPrompt(str(n), Prompt(text=f"def read_{n}(path):\n")) for n in range(3)]
+    with Envoy(CONFIG, replicas[1:]) as one:
+        rows = ReplicaBench((one, envoy), prompts, 8, streams=2).run(1, lambda text: None)
+        assert [row["replicas"] for row in rows] == [1, 2]
+        assert rows[0]["ratio"] == rows[0]["largest_share"] == 1
+        assert all(row["tokens_per_s"] > 0 for row in rows)
+        assert "largest share" in render_replicas({"rows": rows})
+
+
+def sends_elsewhere(envoy: Envoy) -> bool:
+    """Whether it asks clients not to come again over this connection."""
+    connection = http.client.HTTPConnection(envoy.http_url, timeout=10)
+    connection.request("GET", "/v2/health/live")
+    reply = connection.getresponse()
+    connection.close()
+    return reply.getheader("connection") == "close"
+
+
+def test_an_envoy_that_drains_ends_its_streams_first(replicas: list[TritonServer], client: TandemClient) -> None:
+    """docker/envoy/drain.sh, which deployments run before they stop Envoy; a second one need not wait."""
+    with Envoy(CONFIG, replicas) as stops, TandemClient(stops.grpc_url) as own:
+        stream = own.generate("import os\n", max_tokens=3000, sampling={"ignore_eos": True}, timeout_s=LIMIT_S)
+        chunks = [next(stream)]
+        drain = [CONFIG.parent / "drain.sh", str(int(LIMIT_S)), stops.admin_url.rpartition(":")[2]]
+        with stopped(replicas):  # the stream lasts until the drain is seen, however quick the machine is
+            draining = subprocess.Popen(drain)
+            wait_until(lambda: sends_elsewhere(stops))
+            assert draining.poll() is None
+        chunks += list(stream)
+        assert draining.wait() == 0
+        assert sum(len(chunk.token_ids) for chunk in chunks) == 3000
+        assert subprocess.run([*drain[:1], "0", *drain[2:]]).returncode == 0
+    assert subprocess.run(drain).returncode == 0  # there is no Envoy any more
+
+
 def test_a_killed_replica_s_sessions_and_requests_go_on_elsewhere(
     client: TandemClient, envoy: Envoy, replicas: list[TritonServer]
 ) -> None:
@@ -238,41 +288,6 @@ def test_a_killed_replica_s_sessions_and_requests_go_on_elsewhere(
     for session in everyone:
         session.close()
     wait_until(lambda: envoy.healthy() == {lives.grpc_url})
-
-
-def test_the_bench_compares_like_with_like(envoy: Envoy, client: TandemClient, replicas: list[TritonServer]) -> None:
-    prompts = [NamedPrompt(str(n), Prompt(text=f"def read_{n}(path):\n")) for n in range(3)]
-    with Envoy(CONFIG, replicas[1:]) as one:
-        rows = ReplicaBench((one, envoy), prompts, 8, streams=2).run(1, lambda text: None)
-        assert [row["replicas"] for row in rows] == [1, 2]
-        assert rows[0]["ratio"] == rows[0]["largest_share"] == 1
-        assert all(row["tokens_per_s"] > 0 for row in rows)
-        assert "largest share" in render_replicas({"rows": rows})
-
-
-def sends_elsewhere(envoy: Envoy) -> bool:
-    """Whether it asks clients not to come again over this connection."""
-    connection = http.client.HTTPConnection(envoy.http_url, timeout=10)
-    connection.request("GET", "/v2/health/live")
-    reply = connection.getresponse()
-    connection.close()
-    return reply.getheader("connection") == "close"
-
-
-def test_an_envoy_that_drains_ends_its_streams_first(replicas: list[TritonServer], client: TandemClient) -> None:
-    """docker/envoy/drain.sh, which deployments run before they stop Envoy; a second one need not wait."""
-    with Envoy(CONFIG, replicas) as stops, TandemClient(stops.grpc_url) as own:
-        stream = own.generate("import os\n", max_tokens=400, sampling={"ignore_eos": True}, timeout_s=LIMIT_S)
-        chunks = [next(stream)]
-        drain = [CONFIG.parent / "drain.sh", str(int(LIMIT_S)), stops.admin_url.rpartition(":")[2]]
-        with subprocess.Popen(drain) as draining:
-            wait_until(lambda: sends_elsewhere(stops))
-            assert draining.poll() is None
-            chunks += list(stream)
-            assert draining.wait() == 0
-        assert sum(len(chunk.token_ids) for chunk in chunks) == 400
-        assert subprocess.run([*drain[:1], "0", *drain[2:]]).returncode == 0
-    assert subprocess.run(drain).returncode == 0  # there is no Envoy any more
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from deployments import DOCKER
+from running_server import running_server
 from tandem_backend.serving.launcher import TritonServer
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.utils import InferenceServerException
@@ -144,12 +145,8 @@ def _status(server: TritonServer, headers: dict[str, str]) -> int:
 def restricted(tmp_path: Path) -> Iterator[TritonServer]:
     """A server with the restrictions that the operator's guide writes."""
     arguments = GUIDE.split("tandem serve ... -- ")[1].split("```")[0].replace("\\\n", " ").split()
-    server = TritonServer(_write_model(tmp_path), extra_args=arguments, repository_key=KEY)
-    try:
-        server.start()
+    with running_server(_write_model(tmp_path), extra_args=arguments, repository_key=KEY) as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.mark.timeout(READY_S + EXIT_S)

@@ -28,13 +28,14 @@ def test_both_sides_are_measured_on_the_same_tokens(bench: ServingBench) -> None
     assert [row["streams"] for row in rows] == [1, 8]
     for row in rows:
         rates = [row[name] for name in ("engine_tokens_per_s", "grpc_tokens_per_s", "ratio", "tokens_per_response")]
-        assert all(math.isfinite(rate) and rate > 0 for rate in rates)
+        first = [row[name] for name in ("engine_first_token_ms", "grpc_first_token_ms")]
+        assert all(math.isfinite(figure) and figure > 0 for figure in [*rates, *first])
         assert set(row["grpc_cpu_ms_per_token"]) == {"client", "server", "stub"}
     assert "8 streams" in render_serving({"rows": rows})
 
 
 def test_other_tokens_are_no_figures(bench: ServingBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "STREAMS", (1,))
+    monkeypatch.setattr(serving, "PAIRS", {1: 1})
     in_process = bench._in_process
 
     def other(prompts: Any) -> Any:

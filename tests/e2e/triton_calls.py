@@ -35,7 +35,8 @@ class GrpcStream:
         self._client = triton_grpc.InferenceServerClient(url)
         self._arrived: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
         self._kept: dict[str, list[Any]] = {}
-        self._client.start_stream(lambda result, error: self._arrived.put((result, error)), headers=headers)
+        self._num_sent = self._num_ended = 0  # the first is the caller's thread's, the second the client's
+        self._client.start_stream(self._take, headers=headers)
 
     def __enter__(self) -> Self:
         return self
@@ -44,8 +45,11 @@ class GrpcStream:
         self.cancel()
 
     def cancel(self) -> None:
-        """Cancel every request of this stream, as a client that goes away in an orderly way."""
-        self._client.stop_stream(cancel_requests=True)
+        """Close this stream; what has not ended is cancelled.
+
+        Only that: Triton server never unloads a model whose client cancels while a last response is being written.
+        """
+        self._client.stop_stream(cancel_requests=self._num_ended < self._num_sent)
         self._client.close()
 
     def send(
@@ -62,6 +66,7 @@ class GrpcStream:
 
         timeout_us is the protocol's own; without empty_final no response comes that only carries the FINAL flag.
         """
+        self._num_sent += 1
         sequence_id, flags = sequence or (f"one-shot-{id(self)}-{request_id}", "SE")
         self._client.async_stream_infer(
             model,
@@ -96,6 +101,11 @@ class GrpcStream:
         """Send one streaming request for everything and collect its responses."""
         self.send(**{"stream": True, **FULL_ANSWER, **request})
         return Answer(list(self.responses(request.get("request_id", ""))))
+
+    def _take(self, result: Any, error: InferenceServerException | None) -> None:
+        if error is not None or result.get_response().parameters["triton_final_response"].bool_param:
+            self._num_ended += 1
+        self._arrived.put((result, error))
 
     def _receive(self, timeout_s: float) -> Any:
         result, error = self._arrived.get(timeout=timeout_s)

@@ -102,7 +102,8 @@ def test_start_and_stop(tmp_path: Path, wheel: Path, repository: Path, others: s
 def test_a_server_that_ignores_sigterm_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wheel: Path, repository: Path, others: set[Path]
 ) -> None:
-    monkeypatch.setattr("tandem_backend.serving.launcher._EXIT_GRACE_S", 0.2)
+    for name in ("_ANSWER_S", "_EXIT_GRACE_S"):
+        monkeypatch.setattr(f"tandem_backend.serving.launcher.{name}", 0.2)
     deaf = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     write_binary(wheel, deaf + READY + textwrap.dedent(SERVER_SCRIPT))
     log = tmp_path / "server.log"
