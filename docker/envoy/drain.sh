@@ -7,7 +7,7 @@
 # Envoy's image has no curl. The exit status is 0 also where Envoy has gone or does not answer: the stop has to go on.
 set -euo pipefail
 
-seconds=${1:?SECONDS is missing}
+end=$((SECONDS + ${1:?SECONDS is missing})) # bash begins to count at what its environment says
 port=${2:-9901}
 
 # METHOD PATH: the answer of Envoy's admin.
@@ -19,4 +19,4 @@ admin() (
 is_busy() { admin GET '/stats?filter=downstream_rq_active' | grep -E '^http\.(grpc|http)\.downstream_rq_active: [1-9]'; } > /dev/null
 
 admin POST '/drain_listeners?graceful' > /dev/null || exit 0
-while [ "$SECONDS" -lt "$seconds" ] && is_busy; do sleep 0.5; done
+while [ "$SECONDS" -lt "$end" ] && is_busy; do sleep 0.5; done

@@ -3,6 +3,7 @@
 
 import http.client
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -246,16 +247,16 @@ def sends_elsewhere(envoy: Envoy) -> bool:
 def test_an_envoy_that_drains_ends_its_streams_first(replicas: list[TritonServer], client: TandemClient) -> None:
     """docker/envoy/drain.sh, which deployments run before they stop Envoy; a second one need not wait."""
     with Envoy(CONFIG, replicas) as stops, TandemClient(stops.grpc_url) as own:
-        stream = own.generate("import os\n", max_tokens=3000, sampling={"ignore_eos": True}, timeout_s=LIMIT_S)
-        chunks = [next(stream)]
         drain = [CONFIG.parent / "drain.sh", str(int(LIMIT_S)), stops.admin_url.rpartition(":")[2]]
         with stopped(replicas):  # the stream lasts until the drain is seen, however quick the machine is
-            draining = subprocess.Popen(drain)
+            thread, results = in_background(lambda: own.complete("import os\n", max_tokens=40, timeout_s=LIMIT_S))
+            wait_until(lambda: sum(stops.num_requests().values()) > 0)
+            draining = subprocess.Popen(drain, env={**os.environ, "SECONDS": str(int(LIMIT_S))})
             wait_until(lambda: sends_elsewhere(stops))
             assert draining.poll() is None
-        chunks += list(stream)
+        thread.join()
+        assert results[0].token_ids == client.complete("import os\n", max_tokens=40).token_ids
         assert draining.wait() == 0
-        assert sum(len(chunk.token_ids) for chunk in chunks) == 3000
         assert subprocess.run([*drain[:1], "0", *drain[2:]]).returncode == 0
     assert subprocess.run(drain).returncode == 0  # there is no Envoy any more
 
