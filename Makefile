@@ -32,8 +32,8 @@ test: install ## run the tests, those against a real Triton server included (ARG
 	@$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-gpu: $(INSTALLED) ## on a machine with a CUDA device: bit equality of kernels, passes and engine, tandem verify, a real Triton server
-	@$(BIN)/python -m pytest -m gpu tests/kernels tests/model $(ARGS)
-	@TANDEM_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/engine/test_exactness.py tests/engine/test_rounds.py tests/engine/test_sessions.py tests/engine/test_mtp.py \
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m gpu tests/kernels tests/model $(ARGS)
+	@TANDEM_TEST_DEVICE=cuda $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal tests/engine/test_exactness.py tests/engine/test_rounds.py tests/engine/test_sessions.py tests/engine/test_mtp.py \
 		tests/engine/test_library_linear.py $(ARGS)
 	@$(BIN)/tandem verify --checkpoint model_repository/tandem/1/tandem-pydoc --prompts tests/prompts.jsonl --max-tokens 64
 	@$(BIN)/python -m pytest tests/e2e/test_server.py $(ARGS)

@@ -21,7 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2` a file's tests stay with one worker, and so do all that share Triton servers."""
+    """With `-n 2` a file's tests stay with one worker, and so do all that share Triton servers; `--dist` as it says."""
+    if config.option.dist != "load":
+        return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
