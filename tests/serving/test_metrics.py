@@ -4,6 +4,7 @@
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,7 +130,7 @@ def test_histograms_and_ends_are_written_less_often_while_requests_run(
     registry: dict[str, Metric], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(metrics_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(metrics_module, "time", SimpleNamespace(time_ns=time.time_ns, monotonic=lambda: now[0]))
     metrics = Metrics("tandem", "1")
     work = counters(1)
 

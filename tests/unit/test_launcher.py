@@ -121,6 +121,33 @@ def _start_script(wheel: Path, repository: Path, script: str, **options: float) 
     return server
 
 
+# Each start adds a character to the file {starts}.
+CRASH = """
+    with open("{starts}", "a") as starts:
+        starts.write(".")
+        count = starts.tell()
+    if count <= {crashes}:
+        print("terminate called after throwing a lock_exception", flush=True)
+        os.abort()
+"""
+
+
+@pytest.mark.parametrize("crashes", [1, 2, 3])
+def test_a_server_that_crashes_before_it_is_ready_is_started_anew_twice(
+    crashes: int, tmp_path: Path, wheel: Path, repository: Path, others: set[Path]
+) -> None:
+    starts = tmp_path / "starts"
+    crash = textwrap.dedent(CRASH.format(starts=starts, crashes=crashes))
+    script = f"import os\n{crash}\n{READY}{textwrap.dedent(SERVER_SCRIPT)}"
+    if crashes == 3:
+        with pytest.raises(LaunchError, match=r"(?s)exited with code -6 before it was ready.*lock_exception"):
+            _start_script(wheel, repository, script)
+    else:
+        _start_script(wheel, repository, script).stop()
+    assert len(starts.read_text()) == min(crashes + 1, 3)
+    assert _regions() == others
+
+
 def test_an_exit_shows_why(wheel: Path, repository: Path) -> None:
     script = """
         print("I1129 21:45:23.386349 7 server.cc:604] notice")

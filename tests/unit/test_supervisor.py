@@ -3,6 +3,7 @@
 
 import time
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from tandem_backend.serving.launcher import LaunchError
 from tandem_backend.serving.supervisor import Supervisor, _is_model_file
 
 TIMEOUT_S = 5.0
-wait = time.sleep
 
 
 @dataclass
@@ -70,9 +70,10 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Time passes at once; what was slept, in seconds."""
+    """Time passes at once, for the supervisor alone; what was slept, in seconds."""
     naps: list[float] = []
-    monkeypatch.setattr(supervisor_module.time, "sleep", naps.append)
+    clock = SimpleNamespace(sleep=naps.append, time=time.time, monotonic=time.monotonic)
+    monkeypatch.setattr(supervisor_module, "time", clock)
     return naps
 
 
@@ -105,7 +106,7 @@ def test_an_engine_that_unloaded_itself_is_loaded_anew(monkeypatch: pytest.Monke
     server = Server(Api({"tandem": TIMEOUT_S - 0.5}), Process([None, None, None, None, 0]))
     beats = [server.api.heartbeats(), {}]
     monkeypatch.setattr(server.api, "heartbeats", lambda: beats.pop(0) if beats else Api.heartbeats(server.api))
-    monkeypatch.setattr(supervisor_module.time, "sleep", lambda seconds: wait(0.6))
+    monkeypatch.setattr(supervisor_module.time, "sleep", lambda seconds: time.sleep(0.6))
     supervise(server)
     assert server.api.calls == ["unload tandem", "load tandem"]
 

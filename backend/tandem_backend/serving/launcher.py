@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one Triton server over a model repository: start, wait until every model is READY, stop with all it left."""
 
+import logging
 import os
 import re
 import secrets
@@ -22,7 +23,12 @@ from tandem_backend.serving.server_api import ServerApi
 
 __all__ = ["LaunchError", "TritonInstallation", "TritonServer", "find_triton_server", "interrupt_on_signals"]
 
+logger = logging.getLogger(__name__)
+
 _POLL_S = 0.1
+# Rarely Triton server's Python backend aborts while models load (boost::interprocess::lock_exception).
+_MAX_STARTS = 3
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # A request that tandem_generate forwards holds one of these threads until its first token. With Triton server's 32 the
 # 33rd would wait there, unseen by the engine. tandem_generate takes 300 requests at once; the rest is to spare.
 _BLS_THREADS = 320
@@ -32,6 +38,10 @@ _ANSWER_S = 10
 # Lines of the server's log that never say why it failed; a machine without a GPU has the last two.
 _NOISE = re.compile(r"[IW]\d{4} |[+|]|\s*$|E\d{4} .*CudaDriverHelper|Error: Failed to initialize NVML")
 _SHARED_MEMORY = Path("/dev/shm")
+
+
+class _StartCrash(LaunchError):
+    """The server died by a fault of its own before it was ready."""
 
 
 class TritonServer:
@@ -100,7 +110,7 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Returns when the server and all its models are ready.
+        """Returns when the server and all its models are ready. One that crashes before is started anew, twice.
 
         Raises LaunchError when the installation, the model repository or a port can't be used, and, with the lines of
         the log that say why, when the server exits, a model does not load, or `ready_timeout_s` passes.
@@ -109,6 +119,16 @@ class TritonServer:
             raise LaunchError(f"--model-repository {self._model_repository}: no such folder")
         installation = find_triton_server(self._triton_server)
         installation.check()
+        for num_starts in range(1, _MAX_STARTS + 1):
+            try:
+                self._start_once(installation)
+                break
+            except _StartCrash as error:
+                if num_starts == _MAX_STARTS:
+                    raise
+                logger.warning("%s\nstarting it anew", error)
+
+    def _start_once(self, installation: TritonInstallation) -> None:
         ports = choose_ports(self._host, self._ports)
         reachable = "127.0.0.1" if self._host == "0.0.0.0" else self._host
         self.http_url, self.grpc_url, self.metrics_url = (f"{reachable}:{port}" for port in ports.values())
@@ -195,7 +215,8 @@ class TritonServer:
         while not self._is_ready():
             code = self.process.poll()
             if code is not None:
-                raise self._failure(f"exited with code {code} before it was ready")
+                kind = _StartCrash if code in _CRASHES else LaunchError
+                raise self._failure(f"exited with code {code} before it was ready", kind)
             if time.monotonic() > deadline:
                 raise self._failure(f"is not ready after {self._ready_timeout_s:g} s")
             time.sleep(_POLL_S)
@@ -209,8 +230,8 @@ class TritonServer:
         if failed:
             raise self._failure(f"did not load {'; '.join(failed)}")
 
-    def _failure(self, what: str) -> LaunchError:
-        return LaunchError(f"Triton server {what}\n{self.log_tail()}".rstrip())
+    def _failure(self, what: str, kind: type[LaunchError] = LaunchError) -> LaunchError:
+        return kind(f"Triton server {what}\n{self.log_tail()}".rstrip())
 
     def _is_ready(self) -> bool:
         if not self.api.is_ready():
