@@ -239,7 +239,7 @@ def generates(url: str, timeout_s: float = 30) -> bool:
 def test_serve_revives_what_is_dead_or_stuck(tmp_path: Path) -> None:
     repository = small_repository(tmp_path / "models")
     free = ("--http-port=0", "--grpc-port=0", "--metrics-port=0")
-    command = [TANDEM, "serve", f"--model-repository={repository}", *free, "--heartbeat-timeout=3"]
+    command = [TANDEM, "serve", f"--model-repository={repository}", *free, "--heartbeat-timeout=5"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     assert process.stdout is not None
