@@ -369,7 +369,8 @@ def _kill_model(client: TandemClient, envoy: Envoy, replicas: list[TritonServer]
         expected = direct.complete(prompt, max_tokens=12).token_ids
     said: list[str] = []
     supervisor = Supervisor(dies, 3, load_timeout_s=60, say=said.append)
-    threading.Thread(target=supervisor.run, daemon=True).start()
+    supervising = threading.Thread(target=supervisor.run, daemon=True)
+    supervising.start()
     wait_until(lambda: "tandem" in dies.api.heartbeats())
     stream = client.generate(prompt, max_tokens=3000, sampling={"ignore_eos": True}, timeout_s=LIMIT_S)
     next(stream)
@@ -389,3 +390,5 @@ def _kill_model(client: TandemClient, envoy: Envoy, replicas: list[TritonServer]
     wait_until(lambda: len(envoy.healthy()) == 2)
     assert place(envoy, replicas, lambda: client.complete(prompt, max_tokens=1)) is dies
     dies.stop()  # by itself, so that the supervisor ends
+    supervising.join(LIMIT_S)
+    assert not supervising.is_alive()  # it would start what the fixture kills
