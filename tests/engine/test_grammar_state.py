@@ -3,9 +3,12 @@
 
 from pathlib import Path
 
+import pytest
 from tandem_backend.engine.grammar import GrammarCompiler, GrammarState
+from tandem_backend.engine.grammar.compile import MAX_CHARACTERS
 from tandem_backend.engine.grammar.state import MAX_FORCED
 from tandem_backend.engine.tokenizer import Tokenizer
+from tandem_backend.errors import InvalidRequestError
 from tandem_backend.model.config import load_model_config
 from tandem_backend.types import Grammar, GrammarKind
 
@@ -54,3 +57,8 @@ def test_a_fork_goes_its_own_way(bundled: Path) -> None:
     for token_id in start:
         again.advance(token_id)
     assert fork.forced() == again.forced()
+
+
+def test_a_source_that_is_too_long_is_refused_before_anything_is_done(bundled: Path) -> None:
+    with pytest.raises(InvalidRequestError, match="guided_regex: must have at most 131072 characters, has 131073"):
+        compile_regex(bundled, "x" * (MAX_CHARACTERS + 1))

@@ -168,11 +168,12 @@ def test_unknown_parameters_leave_one_line_in_the_log(model: TritonPythonModel, 
 
 def test_stop_ends_a_running_turn(model: TritonPythonModel) -> None:
     turn = InferenceRequest.of(text_input="endless", return_finish_reason=True, sequence_id=5, flags=1)
-    stop = InferenceRequest.of(stop=True, sequence_id=5, flags=2)
+    stop = InferenceRequest.of(stop=True, return_finish_reason=True, sequence_id=5, flags=2)
     model.execute([turn])
     model.execute([stop])
     assert turn.sender.wait()[-1].value("finish_reason") == ["cancelled"]
-    assert [response.value("text_output") for response in stop.sender.wait()] == [[""]]
+    (answer,) = stop.sender.wait()
+    assert (answer.value("text_output"), answer.value("finish_reason")) == ([""], ["cancelled"])
 
 
 def test_an_error_comes_as_an_output_to_the_front(model: TritonPythonModel) -> None:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The request log: one JSON line a request, and nothing of its text unless asked."""
 
+import io
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,13 @@ def test_standard_output_is_the_other_place(capsys: pytest.CaptureFixture[str]) 
     RequestLog("stdout", with_prompts=False).write("1", 7, PROMPT, REFUSED)
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["sequence_id"] == 7
+
+
+def test_standard_output_without_a_locale_takes_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii", write_through=True))
+    RequestLog("stdout", with_prompts=False).write("\N{SNOWMAN}", 7, PROMPT, REFUSED)
+    assert json.loads(written.getvalue())["request_id"] == "\N{SNOWMAN}"
 
 
 def test_a_file_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def parse_request(request: Any, request_id: str) -> Parsed:
     if _read(inputs, "stop", _bool, False):
         if sequence_id is None:
             raise InvalidRequestError("stop: closes a sequence, so it needs a sequence_id; none was sent")
-        return Parsed(request=None, sequence_id=sequence_id)
+        says_reason = _read(inputs, "return_finish_reason", _bool, False)
+        return Parsed(request=None, sequence_id=sequence_id, options=ResponseOptions(return_finish_reason=says_reason))
     values, ignored = _collect_sampling(inputs, read_parameters(request))
     own, admin = take_own(values)
     if admin is not None:

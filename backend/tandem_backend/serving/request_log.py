@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One JSON line for every request that has ended: what it cost and how it went, without its text unless asked."""
 
+import io
 import json
 import logging
 import logging.handlers
@@ -66,6 +67,8 @@ class RequestLog:
 
 def _handler(target: Literal["stdout"] | Path) -> logging.Handler:
     if target == "stdout":
+        if isinstance(sys.stdout, io.TextIOWrapper):  # of a server without a locale: ASCII
+            sys.stdout.reconfigure(encoding="utf-8")
         return logging.StreamHandler(sys.stdout)
     return logging.handlers.WatchedFileHandler(target, "a", "utf-8")
 

@@ -14,10 +14,12 @@ from tandem_backend.types import SamplingParams
 
 MAX_STOP_STRINGS = 16
 MAX_BAD_WORDS = 256
+MAX_WORD_CHARACTERS = 256  # of a bad word or a stop string: others wait while a request is read
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_TOKEN_IDS = 1 << 20  # more than any vocabulary has
+LEAST_SHARE = 1e-6  # far below any token's, and far above where float32 ends
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.001, 100.0
 MAX_EXPLAINED = 8  # wrong values that an error names
 NO_DRAFTER = "none"
@@ -32,22 +34,30 @@ def _no_bool(value: Any) -> Any:
     return value
 
 
+def _no_bools(values: Any) -> Any:
+    """All at once: a call for each of a vocabulary's ids would hold up every stream for a second."""
+    if bool in set(map(type, values)):
+        raise PydanticCustomError("not_numbers", "must be a list of integers, without true and false")
+    return values
+
+
 def _one_or_many(value: Any) -> Any:
+    if not isinstance(value, str | list | tuple):
+        raise PydanticCustomError("not_texts", "must be a string or a list of strings")
     return [value] if isinstance(value, str) else value
 
 
-def _from_text(allowed: str) -> BeforeValidator:
+def _from_text(allowed: str, kinds: tuple[type, ...]) -> BeforeValidator:
     """Flat request parameters can't hold lists and objects, so these may come as JSON text."""
 
     def read(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
         try:
-            return json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise PydanticCustomError(
-                "not_json", "must be {allowed}, as JSON if it is text", {"allowed": allowed}
-            ) from error
+            found = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, kinds):
+            raise PydanticCustomError("not_json", "must be {allowed}, as JSON if it is text", {"allowed": allowed})
+        return found
 
     return BeforeValidator(read)
 
@@ -87,24 +97,22 @@ def _temperature(value: float) -> float:
 
 Integer = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-StopStrings = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], _at_most(MAX_STOP_STRINGS), BeforeValidator(_one_or_many)
-]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARACTERS)]
+StopStrings = Annotated[tuple[Word, ...], _at_most(MAX_STOP_STRINGS), BeforeValidator(_one_or_many)]
 TokenIds = Annotated[
-    tuple[Annotated[Integer, Field(ge=0)], ...],
+    tuple[Annotated[int, Field(ge=0)], ...],
     Field(fail_fast=True),
+    BeforeValidator(_no_bools),
     _at_most(MAX_TOKEN_IDS),
-    _from_text("a list of integers"),
+    _from_text("a list of integers", (list, tuple)),
 ]
 Biases = Annotated[
     dict[Annotated[int, Field(ge=0)], Annotated[Number, Field(ge=-100, le=100)]],
     _at_most(MAX_BIASES),
-    _from_text("an object of biases by token id"),
+    _from_text("an object of biases by token id", (dict,)),
 ]
-BadWords = Annotated[
-    tuple[Annotated[str, Field(min_length=1)], ...], _at_most(MAX_BAD_WORDS), BeforeValidator(_one_or_many)
-]
-Share = Annotated[Number, Field(gt=0, le=1)]
+BadWords = Annotated[tuple[Word, ...], _at_most(MAX_BAD_WORDS), BeforeValidator(_one_or_many)]
+Share = Annotated[Number, Field(ge=LEAST_SHARE, le=1)]
 
 
 class SamplingFields(BaseModel):
@@ -129,7 +137,7 @@ class SamplingFields(BaseModel):
     top_p: Share = 1.0
     min_p: Annotated[Number, Field(ge=0, le=1)] = 0.0
     typical_p: Share = 1.0
-    repetition_penalty: Annotated[Number, Field(gt=0, le=10)] = 1.0
+    repetition_penalty: Annotated[Number, Field(ge=0.01, le=10)] = 1.0
     presence_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[Number, Field(ge=-2, le=2)] = 0.0
     no_repeat_ngram_size: Annotated[Integer, Field(ge=0, le=64)] = 0

@@ -23,6 +23,7 @@ from tandem_backend.types import Grammar, GrammarKind
 # A space, or a line break with its indentation, as JSON writers do. A small model that may write any never stops.
 DEFAULT_WHITESPACE = r" |\n {0,32}|\n\t{0,16}"
 NUM_CACHED = 64
+MAX_CHARACTERS = 1 << 17  # of a grammar: others wait while it is converted, which no bound on CPU time covers
 # A state of the lexer takes 1 to 2 kB, and requests of one grammar share them.
 MAX_LEXER_STATES = 50_000
 # Of the parser, for a mask: an ambiguous grammar may ask for any number, and all streams wait while the mask is filled.
@@ -51,6 +52,10 @@ class GrammarCompiler:
             if state is not None:
                 self._compiled.move_to_end(grammar)
                 return state.fork()
+        if len(grammar.source) > MAX_CHARACTERS:
+            raise InvalidRequestError(
+                f"{grammar.field}: must have at most {MAX_CHARACTERS} characters, has {len(grammar.source)}"
+            )
         state = self._compile(grammar)
         with self._lock:
             self._compiled[grammar] = state
