@@ -32,12 +32,11 @@ class Servicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
         self.ended = threading.Event()
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        cancelled = threading.Event()
-        context.add_callback(cancelled.set)
+        self.was_cancelled = True  # a stream that is cancelled at a message does not come back here
+        context.add_callback(self.ended.set)
         next(requests)
         yield from self.messages
-        self.was_cancelled = cancelled.wait(self.closing_s)
-        self.ended.set()
+        self.was_cancelled = self.ended.wait(self.closing_s)
 
 
 @pytest.fixture
