@@ -2,10 +2,13 @@
 """Regeneration and loop escape: when the gateway samples by itself, with what, and that its seed gives it again."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tandem_backend.errors import InvalidRequestError
+from tandem_backend.serving.sampling import parse_sampling
 from tandem_client.gateway.errors import ApiError
 from tandem_client.gateway.loop_escape import is_looping
 from tandem_client.gateway.regenerate import Answered, read_header
@@ -178,3 +181,29 @@ def test_a_wrong_generation_config_is_named(tmp_path: Path, content: str | None)
         file.write_text(content)
     with pytest.raises(ValueError, match=rf"^generation_config: {file}: "):
         read_generation_config(file)
+
+
+def is_taken(read: Callable[..., object], values: dict[str, float]) -> bool:
+    try:
+        read(values)
+    except (ValueError, InvalidRequestError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "inside", "outside"),
+    [
+        ("top_p", (1e-6, 1.0), (9e-7, 1.01)),
+        ("typical_p", (1e-6, 1.0), (9e-7, 1.01)),
+        ("min_p", (0.0, 1.0), (-0.01, 1.01)),
+        ("repetition_penalty", (0.01, 10.0), (0.009, 10.1)),
+        ("temperature", (0.001, 100.0), (0.0009, 100.1)),
+    ],
+)
+def test_what_the_gateway_samples_with_the_model_takes(
+    name: str, inside: tuple[float, ...], outside: tuple[float, ...]
+) -> None:
+    for read in (SamplingSettings.model_validate, parse_sampling):
+        assert all(is_taken(read, {name: value}) for value in inside)
+        assert not any(is_taken(read, {name: value}) for value in outside)

@@ -12,16 +12,16 @@ _TRANSFORMERS_DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}
 
 
 class SamplingSettings(BaseModel):
-    """Values of the model's sampling parameters; None: not sent."""
+    """Values of the model's sampling parameters, in the model's bounds; None: not sent."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     temperature: Annotated[float, Field(ge=0.001, le=100)] = 0.7
     top_k: Annotated[int, Field(ge=-1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    typical_p: Annotated[float, Field(ge=1e-6, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
 
     def values(self) -> dict[str, Any]:
         """The parameters by name, as they are sent and reported."""
