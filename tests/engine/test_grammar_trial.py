@@ -11,10 +11,13 @@ from tandem_backend.engine.tokenizer import Tokenizer
 from tandem_backend.errors import InvalidRequestError
 from tandem_backend.types import Grammar, GrammarKind
 
-DEEP = 2200
-CHAIN = "\n".join(["start: r0", *(f'r{n}: r{n + 1} | "x{n}"' for n in range(DEEP)), f'r{DEEP}: "z"'])
+NUM_RULES, NUM_SCHEMAS = 5000, 2200
+CHAIN = "\n".join(["start: r0", *(f'r{n}: r{n + 1} | "x{n}"' for n in range(NUM_RULES)), f'r{NUM_RULES}: "z"'])
 NESTED = {
-    "$defs": {f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(DEEP)} | {f"d{DEEP}": {}},
+    "$defs": {
+        **{f"d{n}": {"properties": {"a": {"$ref": f"#/$defs/d{n + 1}"}}} for n in range(NUM_SCHEMAS)},
+        f"d{NUM_SCHEMAS}": {},
+    },
     "$ref": "#/$defs/d0",
 }
 

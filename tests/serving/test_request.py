@@ -201,6 +201,7 @@ def test_draft_is_a_switch(sampling: dict[str, Any], drafter: str | None) -> Non
         ({"min_p": 1.1}, "min_p: .*less than or equal to 1"),
         ({"presence_penalty": 2.5}, "presence_penalty: .*less than or equal to 2"),
         ({"frequency_penalty": -2.5}, "frequency_penalty: .*greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty: .*greater than or equal to 0.01, got 0"),
         ({"repetition_penalty": 1e-38}, "repetition_penalty: .*greater than or equal to 0.01"),
         ({"stop": {}}, r"stop: must be a string or a list of strings, got \{\}"),
         ({"stop": ["ok", "x" * 257]}, r"stop\[1\]: .*at most 256 characters"),

@@ -52,10 +52,6 @@ class GrammarCompiler:
             if state is not None:
                 self._compiled.move_to_end(grammar)
                 return state.fork()
-        if len(grammar.source) > MAX_CHARACTERS:
-            raise InvalidRequestError(
-                f"{grammar.field}: must have at most {MAX_CHARACTERS} characters, has {len(grammar.source)}"
-            )
         state = self._compile(grammar)
         with self._lock:
             self._compiled[grammar] = state
@@ -73,6 +69,10 @@ class GrammarCompiler:
         return text
 
     def _compile(self, grammar: Grammar) -> GrammarState:
+        if len(grammar.source) > MAX_CHARACTERS:
+            raise InvalidRequestError(
+                f"{grammar.field}: must have at most {MAX_CHARACTERS} characters, has {len(grammar.source)}"
+            )
         try:
             source = _to_llguidance(grammar)
         # llguidance's converter raises bare Exceptions; whatever it is, it is about this source.
