@@ -84,11 +84,12 @@ def _metrics(server: Any) -> dict[str, float]:
 
 
 def _metrics_when(server: Any, condition: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """The page after the first for which it holds: that one may have been read while its metrics were written."""
     deadline_s = time.monotonic() + 10
     while not condition(metrics := _metrics(server)):
         assert time.monotonic() < deadline_s, metrics
         time.sleep(0.05)
-    return metrics
+    return _metrics(server)
 
 
 def test_metrics_show_the_engine_and_its_work(server: Any) -> None:

@@ -200,19 +200,26 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None
 def wait_until_free(server: Any) -> None:
     """Until nothing runs or waits and no session is open: then every block and slot must be back in its pool.
 
-    Metrics are as old as the heartbeat beside them.
+    A page may be read while its metrics are written, heartbeat last; one that is read after another showed a heartbeat
+    has all that was written with it. So the pools are looked at one page after a heartbeat that is later than idleness.
     """
-    called_s = time.time()
     found: dict[str, float] = {}
 
-    def is_free() -> bool:
+    def heartbeat_s() -> float:
         found.update(metrics(server))
-        is_new = found["tandem_heartbeat_timestamp_seconds"] > called_s
+        return found["tandem_heartbeat_timestamp_seconds"]
+
+    def is_idle() -> bool:
+        is_new = heartbeat_s() > called_s
         return is_new and all(found[f"tandem_num_{name}"] == 0 for name in ("active", "queued", "sessions"))
 
-    wait_until(is_free)
+    called_s = time.time()
+    wait_until(is_idle)
+    idle_s = found["tandem_heartbeat_timestamp_seconds"]
+    wait_until(lambda: heartbeat_s() > idle_s)
+    pools = metrics(server)
     for pool in ("blocks", "slots"):
-        assert found[f"tandem_num_free_{pool}"] == found[f"tandem_num_{pool}"]
+        assert pools[f"tandem_num_free_{pool}"] == pools[f"tandem_num_{pool}"]
 
 
 def _tensor(name: str, value: Any) -> triton_grpc.InferInput:
