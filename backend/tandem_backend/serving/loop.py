@@ -232,7 +232,8 @@ class EngineLoop:
                     job()
                 except Exception:
                     log.exception("a delivery failed")
-            if (begun := time.monotonic()) >= next_poll:
+            # Waking costs more than looking: who is awake shortly before it is time looks at once.
+            if (begun := time.monotonic()) >= next_poll - POLL_INTERVAL_S / 2:
                 self._poll_cancelled()
                 next_poll = time.monotonic() + poll_pause_s(begun)
         self._fail_all(UnavailableError("the model is being unloaded"))

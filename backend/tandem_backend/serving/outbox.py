@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from tandem_backend.types import StepOutput, join_outputs
 
-MAX_SENDER_SHARE = 0.01  # of a core, for the responses of all streams together
+MAX_SENDER_SHARE = 0.007  # of a core, for the responses of all streams together
 MAX_STRETCH = 5.0  # of the interval, however many streams there are
 
 
