@@ -3,7 +3,7 @@
 
 from collections.abc import Sequence
 
-from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
+from tandem_backend.engine.drafters.base import DraftContext, Proposal
 
 
 class BigramDrafter:
@@ -18,9 +18,6 @@ class BigramDrafter:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
         return [self._propose(context) for context in contexts]
-
-    def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Drafters that read the target's hidden states get them here."""
 
     def end(self, key: int) -> None:
         del self._next[key], self._num_read[key]

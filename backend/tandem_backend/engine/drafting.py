@@ -12,7 +12,15 @@ from torch import Tensor
 
 from tandem_backend.engine.account import NUM_LOOKED_BACK, TRIAL_DEPTH, Account, Trust
 from tandem_backend.engine.draft_tree import Accepted, DraftTree, anchor_tree
-from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Drafter, KVDrafter, Proposal, QuickDrafter
+from tandem_backend.engine.drafters.base import (
+    CommittedRows,
+    DraftContext,
+    Drafter,
+    KVDrafter,
+    ObservingDrafter,
+    Proposal,
+    QuickDrafter,
+)
 from tandem_backend.engine.proposal_tree import FORCED, ProposalTree, drawn_tree
 from tandem_backend.engine.router import Calibration, Prices, Router
 from tandem_backend.engine.scheduler import ScheduledRows
@@ -51,9 +59,11 @@ class Drafting:
     accounts: dict[tuple[int, str], Account] = field(default_factory=dict)  # by sequence and drafter
     trusts: dict[tuple[int, str], Trust] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
+    _observing: dict[str, ObservingDrafter] = field(init=False)
     _quick: dict[str, QuickDrafter] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._observing = {name: each for name, each in self.drafters.items() if isinstance(each, ObservingDrafter)}
         self._quick = {name: drafter for name, drafter in self.drafters.items() if isinstance(drafter, QuickDrafter)}
 
     def names(self, requested: str | None) -> frozenset[str]:
@@ -107,11 +117,13 @@ class Drafting:
             if isinstance(drafter, KVDrafter) and name not in self.failed
         }
 
+    def observes(self, generation: Generation) -> bool:
+        """Whether a drafter that the request wants is to see its rows."""
+        return any(name in generation.drafters and name not in self.failed for name in self._observing)
+
     def observe(self, scheduled: Sequence[ScheduledRows], committed: Sequence[CommittedRows]) -> None:
         """Show each drafter the rows of the requests that want it; the others shall not pay for it."""
-        if not committed:
-            return
-        for name, drafter in self.drafters.items():
+        for name, drafter in self._observing.items():
             wanted = [c for rows, c in zip(scheduled, committed, strict=True) if name in rows.generation.drafters]
             if wanted and name not in self.failed:
                 self._contained(name, drafter.observe, wanted)

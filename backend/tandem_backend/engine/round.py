@@ -4,6 +4,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -103,23 +104,28 @@ class RoundRunner:
         self, scheduled: Sequence[ScheduledRows], steps: Sequence[Step], batch: RowBatch, result: ForwardResult
     ) -> None:
         """Show the drafters what was committed, and the recorder which logits chose each token."""
-        observed: list[ScheduledRows] = []
-        committed: list[CommittedRows] = []
-        first_logit = 0
-        for i, (rows, step) in enumerate(zip(scheduled, steps, strict=True)):
-            sequence, path = rows.generation.sequence, step.path
-            start = sequence.num_computed - len(path)
-            first, num_rows = batch.starts[i], batch.starts[i + 1] - batch.starts[i]
-            if rows.generation.drafters:
-                hidden = _rows_of(result, first, num_rows, path)
-                next_ids = sequence.token_ids[start + 1 : start + 1 + len(path)]
-                observed.append(rows)
-                committed.append(CommittedRows(sequence.slot, start, hidden, next_ids, sequence.block_table))
-            num_logits = rows.num_prompt_logits if rows.num_prompt_rows else num_rows
-            if self.record_logits is not None and step.output is not None:
-                self._record(rows, step, result.logits[first_logit : first_logit + num_logits])
-            first_logit += num_logits
-        self.drafting.observe(observed, committed)
+        observing = [i for i, rows in enumerate(scheduled) if self.drafting.observes(rows.generation)]
+        if observing:
+            committed = []
+            for i, hidden in zip(observing, _kept_hidden(result, batch, steps, observing), strict=True):
+                sequence = scheduled[i].generation.sequence
+                end = sequence.num_computed
+                next_ids = sequence.token_ids[end - len(hidden) + 1 : end + 1]
+                rows = CommittedRows(sequence.slot, end - len(hidden), hidden, next_ids, sequence.block_table)
+                committed.append(rows)
+            self.drafting.observe([scheduled[i] for i in observing], committed)
+        if self.record_logits is not None:
+            self._record_all(scheduled, steps, batch, result.logits)
+
+    def _record_all(
+        self, scheduled: Sequence[ScheduledRows], steps: Sequence[Step], batch: RowBatch, logits: Tensor
+    ) -> None:
+        first = 0
+        for rows, step, (start, end) in zip(scheduled, steps, pairwise(batch.starts), strict=True):
+            num_logits = rows.num_prompt_logits if rows.num_prompt_rows else end - start
+            if step.output is not None:
+                self._record(rows, step, logits[first : first + num_logits])
+            first += num_logits
 
     def _record(self, rows: ScheduledRows, step: Step, logits: Tensor) -> None:
         assert self.record_logits is not None
@@ -131,14 +137,20 @@ class RoundRunner:
             self.record_logits(generation.request.request_id, index, logits[node].to("cpu", copy=True))
 
 
-def _rows_of(result: ForwardResult, first: int, num_rows: int, path: Sequence[int]) -> Tensor:
-    """A sequence's kept rows of hidden: for themselves, unless they are the whole of a pass's own tensor."""
-    if len(path) == num_rows == len(result.hidden) and not result.is_lent:
-        return result.hidden
-    hidden = result.hidden[first : first + num_rows]
-    if all(node == row for row, node in enumerate(path)):
-        return hidden[: len(path)].clone()
-    return hidden[list(path)]
+def _kept_hidden(
+    result: ForwardResult, batch: RowBatch, steps: Sequence[Step], observing: Sequence[int]
+) -> tuple[Tensor, ...]:
+    """The kept rows of these sequences, [rows, hidden_size] each: parts of one tensor that holds nothing else."""
+    rows = [batch.starts[i] + node for i in observing for node in steps[i].path]
+    first, last = (rows[0], rows[-1] + 1) if rows else (0, 0)
+    if rows != list(range(first, last)):
+        kept = result.hidden[rows]
+    elif len(rows) == len(result.hidden) and not result.is_lent:
+        kept = result.hidden
+    else:
+        kept = result.hidden[first:last].clone()
+    parts: tuple[Tensor, ...] = kept.split_with_sizes([len(steps[i].path) for i in observing])
+    return parts
 
 
 def _batch_rows(rows: ScheduledRows, tree: DraftTree | None) -> SequenceRows:

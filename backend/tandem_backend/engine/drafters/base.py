@@ -75,14 +75,19 @@ class Drafter(Protocol):
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
         """One proposal a context; an empty one declines."""
 
+    def end(self, key: int) -> None:
+        """The sequence is gone."""
+
+
+@runtime_checkable
+class ObservingDrafter(Protocol):
+    """A drafter that reads the target's hidden states."""
+
     def observe(self, rows: Sequence[CommittedRows]) -> None:
         """A round committed these rows of requests that use the drafter; it need not have drafted in the round.
 
         A sequence's rows may begin after a gap, where an earlier turn did without the drafter.
         """
-
-    def end(self, key: int) -> None:
-        """The sequence is gone."""
 
 
 @runtime_checkable

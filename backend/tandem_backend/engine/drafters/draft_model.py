@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import tandem_kernels as kernels
 from torch import Tensor
 
-from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
+from tandem_backend.engine.drafters.base import DraftContext, Proposal
 from tandem_backend.model.batch import SequenceRows, build_batch
 from tandem_backend.model.decoder import Decoder
 from tandem_backend.model.state import ModelState
@@ -36,9 +36,6 @@ class DraftModelDrafter:
 
     def end(self, key: int) -> None:
         self._num_computed.pop(key, None)
-
-    def observe(self, rows: Sequence[CommittedRows]) -> None:
-        pass
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
         return [self._draft(context) for context in contexts]

@@ -7,7 +7,7 @@ The idea is prompt lookup decoding with LZ77's overlapping copies; vote shares w
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
+from tandem_backend.engine.drafters.base import DraftContext, Proposal
 from tandem_backend.engine.suffix_store import SuffixStore
 
 MIN_MATCH = 2  # tokens
@@ -120,9 +120,6 @@ class LookupDrafter:
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
         return [self._propose(context) for context in contexts]
-
-    def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Nothing to learn from hidden states."""
 
     def end(self, key: int) -> None:
         self._histories.pop(key, None)

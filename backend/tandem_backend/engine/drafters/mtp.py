@@ -43,7 +43,8 @@ class _Track:
     def written(self, outputs: Tensor) -> None:
         """All waiting rows are; outputs: [rows, hidden_size] at the last of them."""
         self.num_written += self.num_pending
-        self.num_pending, self.outputs, self.hidden = 0, outputs, self.pending[-1].hidden[-1:]
+        # Its own: beside the rows that others of the pass kept it would hold them all.
+        self.num_pending, self.outputs, self.hidden = 0, outputs, self.pending[-1].hidden[-1:].clone()
         self.pending.clear()
 
 

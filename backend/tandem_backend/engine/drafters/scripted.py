@@ -4,7 +4,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
-from tandem_backend.engine.drafters.base import CommittedRows, DraftContext, Proposal
+from tandem_backend.engine.drafters.base import DraftContext, Proposal
 
 References = Callable[[Sequence[int]], Sequence[int]] | Mapping[tuple[int, ...], Sequence[int]]
 
@@ -50,9 +50,6 @@ class ScriptedDrafter:
     def propose(self, contexts: Sequence[DraftContext]) -> list[Proposal]:
         """One proposal a context. Raises ValueError if a mapping has no reference for the prompt."""
         return [self._propose(context) for context in contexts]
-
-    def observe(self, rows: Sequence[CommittedRows]) -> None:
-        """Nothing to learn."""
 
     def end(self, key: int) -> None:
         """Nothing was kept."""
