@@ -13,7 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from fakes.tiny_model import edit_config, tiny_checkpoint
-from tandem_backend.benchmarks.engine_runs import bench_config, run_in_turns, run_together
+from tandem_backend.benchmarks.engine_runs import Run, bench_config, run_in_turns, run_together
 from tandem_backend.benchmarks.passes import bushy_tree
 from tandem_backend.benchmarks.verify_curve import ROWS
 from tandem_backend.commands.bench import bench
@@ -185,7 +185,17 @@ def test_only_rounds_in_which_all_decode_are_timed(checkpoint: Path) -> None:
     assert [len(ids) for ids in measured.token_ids] == [4, 9]
     assert measured.times.num_rounds == 3  # after the round of the first tokens, up to the shorter one's end
     assert measured.num_tokens == 6
+    assert list(measured.tokens_by_id.items()) == [("4", 3), ("9", 3)]
+    assert [tokens for tokens, _ in measured.progress] == [2, 4, 6]
     assert measured.times.num_rows == 6
+
+
+def test_the_beginning_of_a_run_has_its_share_of_the_time() -> None:
+    run = Run([], progress=[(2, 1.0), (3, 1.5), (7, 3.5)])
+    assert [run.first_tokens(count).decode_s for count in (1, 2, 3, 4, 7)] == [0.5, 1.0, 1.5, 2.0, 3.5]
+    assert run.first_tokens(4).tokens_per_s == 2.0
+    with pytest.raises(ValueError, match="count: the run has 7 tokens, not 8"):
+        run.first_tokens(8)
 
 
 def test_requests_in_turns_share_no_round_and_stay_near_each_other(

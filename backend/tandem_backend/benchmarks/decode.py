@@ -28,7 +28,11 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class JointRepeat:
-    """The same texts, decoded one after the other and in joint rounds."""
+    """The same tokens, decoded one text after the other and in joint rounds.
+
+    Joint rounds last until the first text ends, and later tokens are drafted better than early ones: so each text's run
+    alone counts up to where the joint rounds came.
+    """
 
     alone: list[Run]
     together: list[Run]
@@ -101,11 +105,12 @@ class DecodeBench:
     def _joint_repeat(self, groups: Sequence[Sequence[int]], *, is_alone_first: bool) -> JointRepeat:
         measured = JointRepeat([], [])
         for group in groups:
-            for is_alone in (True, False) if is_alone_first else (False, True):
-                if is_alone:
-                    measured.alone.extend(self._decode([index], self.drafters) for index in group)
-                else:
-                    measured.together.append(self._decode(group, self.drafters))
+            order = [*([index] for index in group), group] if is_alone_first else [group, *([i] for i in group)]
+            runs = [self._decode(indices, self.drafters) for indices in order]
+            together = runs.pop() if is_alone_first else runs.pop(0)
+            counts = together.tokens_by_id.values()
+            measured.alone.extend(run.first_tokens(count) for run, count in zip(runs, counts, strict=True))
+            measured.together.append(together)
         return measured
 
     def _decode(self, indices: Sequence[int], drafter: str) -> Run:

@@ -2,6 +2,7 @@
 """Requests run through an engine of this process, with the clock on the rounds in which all of them decode."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -46,11 +47,23 @@ class Run:
     prefill_s: float = 0.0  # rounds before every request has its first token
     decode_s: float = 0.0  # rounds in which every request decodes
     num_tokens: int = 0  # of all requests, in decode_s
+    tokens_by_id: Counter[str] = field(default_factory=Counter)  # num_tokens by request, in their order
+    progress: list[tuple[int, float]] = field(default_factory=list)  # num_tokens and decode_s after each round
     times: RoundTimes = field(default_factory=RoundTimes)  # of the same rounds; host_ms is all outside the other parts
 
     @property
     def tokens_per_s(self) -> float:
         return self.num_tokens / self.decode_s
+
+    def first_tokens(self, count: int) -> "Run":
+        """The run up to so many tokens; of a round that goes beyond, its share of the time."""
+        tokens, seconds = 0, 0.0
+        for reached, reached_s in self.progress:
+            if reached >= count:
+                share = (count - tokens) / (reached - tokens)
+                return Run([], num_tokens=count, decode_s=seconds + share * (reached_s - seconds))
+            tokens, seconds = reached, reached_s
+        raise ValueError(f"count: the run has {tokens} tokens, not {count}")
 
 
 def run_together(engine: Engine, requests: Sequence[PreparedRequest]) -> Run:
@@ -58,7 +71,8 @@ def run_together(engine: Engine, requests: Sequence[PreparedRequest]) -> Run:
     token_ids: dict[str, list[int]] = {prepared.request.request_id: [] for prepared in requests}
     for prepared in requests:
         engine.add(prepared)
-    before, run, after = Run([]), Run([]), Run([])
+    run = Run([], tokens_by_id=Counter(dict.fromkeys(token_ids, 0)))
+    before, after = Run([]), Run([])
     is_over = False
     while engine.has_work():
         part = after if is_over else run if all(token_ids.values()) else before
@@ -115,8 +129,10 @@ def _step(engine: Engine, token_ids: Mapping[str, list[int]], run: Run) -> bool:
         if output.error is not None:
             raise output.error
         token_ids[output.request_id].extend(output.token_ids)
+        run.tokens_by_id[output.request_id] += len(output.token_ids)
     run.decode_s += elapsed_s
-    run.num_tokens += sum(len(output.token_ids) for output in outputs)
+    run.num_tokens = run.tokens_by_id.total()
+    run.progress.append((run.num_tokens, run.decode_s))
     run.times.add(_round_times(before, engine.rounds.times, 1e3 * elapsed_s))
     return any(output.is_last for output in outputs)
 
