@@ -13,7 +13,7 @@ def ask(account: Account, num_accepted: int, cost: float, rounds: int) -> list[b
     for _ in range(rounds):
         asked.append(account.balance > 0)
         if asked[-1]:
-            account.settle(num_accepted, cost)
+            account.settle(num_accepted, cost, 2)
         else:
             account.wait()
     return asked
@@ -39,7 +39,7 @@ def test_a_trial_that_fails_is_repeated_when_there_is_something_new_to_look_back
 
 def test_looking_back_earns_what_it_would_have_saved_and_owes_nothing() -> None:
     account = Account()
-    account.settle(0, 0.5)
+    account.settle(0, 0.5, 2)
     before = account.balance
     account.look_back([(0.5, False)] * NUM_LOOKED_BACK)
     assert account.balance == before
@@ -70,13 +70,13 @@ def test_earlier_gains_are_lost_again_up_to_a_cap() -> None:
 def test_a_drafter_is_on_trial_until_a_success_and_again_when_its_balance_is_spent() -> None:
     account = Account()
     assert account.is_on_trial
-    account.settle(0, 0.1)
+    account.settle(0, 0.1, 2)
     assert account.is_on_trial
-    account.settle(2, 0.1)
+    account.settle(2, 0.1, 2)
     assert not account.is_on_trial
-    account.settle(0, 0.1)
+    account.settle(0, 0.1, 2)
     assert not account.is_on_trial
-    account.settle(0, CAP)
+    account.settle(0, CAP, 2)
     assert account.is_on_trial
 
 
@@ -84,7 +84,7 @@ def test_a_drafter_is_on_trial_until_a_success_and_again_when_its_balance_is_spe
 def test_the_mean_follows_what_a_draft_brings(num_accepted: int) -> None:
     account = Account()
     for _ in range(100):
-        account.settle(num_accepted, 0.1)
+        account.settle(num_accepted, 0.1, 2)
     assert account.num_accepted == pytest.approx(num_accepted, abs=0.01)
 
 
@@ -124,7 +124,7 @@ def test_trust_moves_probabilities_towards_what_it_saw_but_not_to_certainty(
 def test_what_a_drafter_brought_is_forgotten_while_it_is_not_asked() -> None:
     account = Account(balance=CAP)
     for _ in range(20):
-        account.settle(0, 0.0)
+        account.settle(0, 0.0, 2)
     low = account.num_accepted
     for _ in range(1000):
         account.wait()

@@ -202,7 +202,7 @@ def test_nobody_is_asked_while_no_account_is_open(hybrid: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("call_ms", [1e9, 0.0])
 def test_a_call_that_costs_more_than_it_brings_is_left_out(hybrid: Path, call_ms: float) -> None:
-    """Trials go on: without them nobody would learn that it brings more now."""
+    """Unless a sequence was never asked for: without that nobody would learn that it brings more now."""
     bush = Bush("a", 3, 1)
     driver = EngineDriver(engine_config(hybrid), {"a": bush})
     drafting = driver.engine.rounds.drafting
@@ -212,7 +212,7 @@ def test_a_call_that_costs_more_than_it_brings_is_left_out(hybrid: Path, call_ms
     drafting.call_ms["a", 2] = call_ms
     slots = [sequence.slot for sequence in live_sequences(driver.engine)]
     for slot in slots:
-        drafting.accounts[slot, "a"] = Account(is_on_trial=False)
+        drafting.accounts[slot, "a"] = Account(num_asked=1)
     driver.step()
     assert bool(bush.contexts) is (call_ms == 0)
     drafting.accounts[slots[0], "a"] = Account()

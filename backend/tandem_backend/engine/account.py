@@ -11,6 +11,7 @@ RATE = 0.005  # a round's deposit: the share of time that goes to trying a draft
 NUM_LOOKED_BACK = 4  # tokens that a drafter on trial guesses too, where as many rows cost it hardly more than one
 PRICE = 0.6  # of a token that a drafter guesses in looking back: what an ask and its rows cost at least
 NUM_ACCEPTED = 2.0  # tokens that a drafter may bring when asked, where nothing is known: an even chance of each
+NUM_ROWS = 3.0  # and the rows that it takes for them
 TRIAL_DEPTH = 1  # of drafts until the first success: one token shows as well as several whether drafts hold here
 
 
@@ -24,6 +25,8 @@ class Account:
 
     balance: float = CREDIT
     num_accepted: float = NUM_ACCEPTED  # running mean of the tokens it brings when asked
+    num_rows: float = NUM_ROWS  # of the rows that are verified for them
+    num_asked: int = 0
     is_on_trial: bool = True  # nothing accepted yet, or not since the balance was spent
 
     @property
@@ -40,9 +43,12 @@ class Account:
         """Earn what it would have saved, had it been asked before; debts are not made afterwards."""
         self.balance = min(self.balance + max(0.0, sum(is_right - PRICE for _, is_right in guesses)), CAP)
 
-    def settle(self, num_accepted: int, cost: float) -> None:
+    def settle(self, num_accepted: int, cost: float, num_rows: int) -> None:
         """A round in which it was asked; cost is its time in tokens."""
-        self.num_accepted += 0.1 * (num_accepted - self.num_accepted)
+        self.num_asked += 1
+        rate = max(0.1, 1 / (1 + self.num_asked))
+        self.num_accepted += rate * (num_accepted - self.num_accepted)
+        self.num_rows += rate * (num_rows - self.num_rows)
         self.balance = min(self.balance + num_accepted - cost, CAP)
         if self.is_on_trial and not num_accepted:  # again only when there is something new to look back at
             self.balance = min(self.balance, -RATE * NUM_LOOKED_BACK)

@@ -32,7 +32,6 @@ from tandem_backend.model.state import KVLayer
 logger = logging.getLogger(__name__)
 
 NO_DRAFTER = "none"
-ROWS_A_TOKEN = 1.5  # draft rows for each that is accepted
 MIN_SAVED = 0.25  # of a token's time, for each that is accepted: the router keeps only rows that pay
 T = TypeVar("T")
 
@@ -193,8 +192,9 @@ class Drafting:
         proposals = self._contained(name, drafter.propose, list(contexts.values())) or [Proposal()] * len(contexts)
         spent = 1e3 * (time.perf_counter() - begun)
         cost = self.call_ms.get((name, len(contexts)), spent)
-        # One stall must not make a drafter look costly for long.
-        self.call_ms[name, len(contexts)] = cost + 0.1 * (min(spent, 2 * cost) - cost)
+        # One stall must not make a drafter look costly for long, and a first call is often one.
+        rate = 0.1 if 2 * spent > cost else 0.5
+        self.call_ms[name, len(contexts)] = cost + rate * (min(spent, 2 * cost) - cost)
         for (i, context), proposal in zip(contexts.items(), proposals, strict=True):
             asked[i][name] = min(spent, 4 * cost) / len(contexts) / prices.token_ms
             if proposal.q:
@@ -226,14 +226,14 @@ class Drafting:
     def _call_pays(self, name: str, contexts: Sequence[DraftContext], prices: Prices) -> bool:
         """Whether what the drafter usually brings these sequences is worth a call, which for few costs much.
 
-        A trial is not asked for that: its credit bounds what it costs.
+        A sequence that was never asked for is: its credit bounds what that costs, and what calls cost is learned anew.
         """
         accounts = [self._account(context.key, name) for context in contexts]
-        if self.router.always or any(account.is_on_trial for account in accounts):
+        if self.router.always or not all(account.num_asked for account in accounts):
             return True
-        saved_ms = max(prices.token_ms - ROWS_A_TOKEN * prices.row_ms, MIN_SAVED * prices.token_ms)
-        call_ms = self.call_ms.get((name, len(contexts)), 0.0)
-        return sum(account.num_accepted for account in accounts) * saved_ms > call_ms
+        saved_ms = prices.token_ms * sum(account.num_accepted for account in accounts)
+        rows_ms = prices.row_ms * sum(account.num_rows for account in accounts)
+        return max(saved_ms - rows_ms, MIN_SAVED * saved_ms) > self.call_ms.get((name, len(contexts)), 0.0)
 
     def _contained(self, name: str, call: Callable[..., T], *args: Any) -> T | None:
         """A drafter that raises is left out from then on: texts do not need it."""
@@ -309,7 +309,8 @@ class Drafting:
             for name in self.drafters:
                 if name in asked:
                     num_accepted = sum(tree.drafters[node] == name for node in walk.path)
-                    self._account(key, name).settle(num_accepted, asked[name])
+                    num_rows = tree.drafters.count(name)
+                    self._account(key, name).settle(num_accepted, asked[name], num_rows)
                 elif name in rows.generation.drafters:
                     self._account(key, name).wait()
 

@@ -110,9 +110,9 @@ class RoundRunner:
             for i, hidden in zip(observing, _kept_hidden(result, batch, steps, observing), strict=True):
                 sequence = scheduled[i].generation.sequence
                 end = sequence.num_computed
-                next_ids = sequence.token_ids[end - len(hidden) + 1 : end + 1]
-                rows = CommittedRows(sequence.slot, end - len(hidden), hidden, next_ids, sequence.block_table)
-                committed.append(rows)
+                start = end - len(steps[i].path)
+                next_ids = sequence.token_ids[start + 1 : end + 1]
+                committed.append(CommittedRows(sequence.slot, start, hidden, next_ids, sequence.block_table))
             self.drafting.observe([scheduled[i] for i in observing], committed)
         if self.record_logits is not None:
             self._record_all(scheduled, steps, batch, result.logits)
@@ -142,13 +142,14 @@ def _kept_hidden(
 ) -> tuple[Tensor, ...]:
     """The kept rows of these sequences, [rows, hidden_size] each: parts of one tensor that holds nothing else."""
     rows = [batch.starts[i] + node for i in observing for node in steps[i].path]
-    first, last = (rows[0], rows[-1] + 1) if rows else (0, 0)
-    if rows != list(range(first, last)):
-        kept = result.hidden[rows]
-    elif len(rows) == len(result.hidden) and not result.is_lent:
+    if len(rows) == batch.num_rows and not result.is_lent:
         kept = result.hidden
+    elif rows and rows[-1] - rows[0] == len(rows) - 1:
+        kept = result.hidden[rows[0] : rows[-1] + 1].clone()
     else:
-        kept = result.hidden[first:last].clone()
+        kept = result.hidden[rows]
+    if len(observing) == 1:
+        return (kept,)
     parts: tuple[Tensor, ...] = kept.split_with_sizes([len(steps[i].path) for i in observing])
     return parts
 
