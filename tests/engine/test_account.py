@@ -88,6 +88,13 @@ def test_the_mean_follows_what_a_draft_brings(num_accepted: int) -> None:
     assert account.num_accepted == pytest.approx(num_accepted, abs=0.01)
 
 
+def test_the_first_asks_count_in_full() -> None:
+    account = Account()
+    for num_accepted, num_rows, mean, mean_rows in [(0, 1, 1.0, 2.0), (4, 5, 2.0, 3.0), (0, 1, 1.5, 2.5)]:
+        account.settle(num_accepted, 0.1, num_rows)
+        assert (account.num_accepted, account.num_rows) == (pytest.approx(mean), pytest.approx(mean_rows))
+
+
 def trusted(expected: float, taken: list[bool]) -> float:
     trust = Trust()
     for is_taken in taken:
@@ -125,8 +132,10 @@ def test_what_a_drafter_brought_is_forgotten_while_it_is_not_asked() -> None:
     account = Account(balance=CAP)
     for _ in range(20):
         account.settle(0, 0.0, 2)
-    low = account.num_accepted
+    low, few = account.num_accepted, account.num_rows
     for _ in range(1000):
         account.wait()
     assert low < 0.5
+    assert few < 2.5
     assert account.num_accepted > 1.9
+    assert account.num_rows > 2.9

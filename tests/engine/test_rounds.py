@@ -200,8 +200,10 @@ def test_nobody_is_asked_while_no_account_is_open(hybrid: Path, monkeypatch: pyt
     assert bush.contexts
 
 
-@pytest.mark.parametrize("call_ms", [1e9, 0.0])
-def test_a_call_that_costs_more_than_it_brings_is_left_out(hybrid: Path, call_ms: float) -> None:
+@pytest.mark.parametrize(("call_ms", "num_rows", "is_asked"), [(1e9, 2.0, False), (0.9, 0.0, True), (0.9, 2e6, False)])
+def test_a_call_that_costs_more_than_it_brings_is_left_out(
+    hybrid: Path, call_ms: float, num_rows: float, is_asked: bool
+) -> None:
     """Unless a sequence was never asked for: without that nobody would learn that it brings more now."""
     bush = Bush("a", 3, 1)
     driver = EngineDriver(engine_config(hybrid), {"a": bush})
@@ -212,9 +214,9 @@ def test_a_call_that_costs_more_than_it_brings_is_left_out(hybrid: Path, call_ms
     drafting.call_ms["a", 2] = call_ms
     slots = [sequence.slot for sequence in live_sequences(driver.engine)]
     for slot in slots:
-        drafting.accounts[slot, "a"] = Account(num_asked=1)
+        drafting.accounts[slot, "a"] = Account(num_asked=1, num_rows=num_rows)
     driver.step()
-    assert bool(bush.contexts) is (call_ms == 0)
+    assert bool(bush.contexts) is is_asked
     drafting.accounts[slots[0], "a"] = Account()
     driver.step()
     assert bush.contexts

@@ -36,6 +36,7 @@ class Account:
     def wait(self) -> None:
         """A round in which the drafter was not asked. What was learned fades: texts change."""
         self.num_accepted += RATE * (NUM_ACCEPTED - self.num_accepted)
+        self.num_rows += RATE * (NUM_ROWS - self.num_rows)
         if self.balance <= 0:
             self.balance += RATE
 

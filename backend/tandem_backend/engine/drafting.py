@@ -22,7 +22,7 @@ from tandem_backend.engine.drafters.base import (
     QuickDrafter,
 )
 from tandem_backend.engine.proposal_tree import FORCED, ProposalTree, drawn_tree
-from tandem_backend.engine.router import Calibration, Prices, Router
+from tandem_backend.engine.router import MARGIN, Calibration, Prices, Router
 from tandem_backend.engine.scheduler import ScheduledRows
 from tandem_backend.engine.sequence import Generation
 from tandem_backend.engine.times import RoundTimes
@@ -233,7 +233,7 @@ class Drafting:
             return True
         saved_ms = prices.token_ms * sum(account.num_accepted for account in accounts)
         rows_ms = prices.row_ms * sum(account.num_rows for account in accounts)
-        return max(saved_ms - rows_ms, MIN_SAVED * saved_ms) > self.call_ms.get((name, len(contexts)), 0.0)
+        return max(saved_ms - rows_ms, MIN_SAVED * saved_ms) > MARGIN * self.call_ms.get((name, len(contexts)), 0.0)
 
     def _contained(self, name: str, call: Callable[..., T], *args: Any) -> T | None:
         """A drafter that raises is left out from then on: texts do not need it."""

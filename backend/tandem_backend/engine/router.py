@@ -21,7 +21,7 @@ DEFAULT_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 DEFAULT_MS = (1.23, 1.34, 1.44, 1.67, 2.38, 2.44, 3.34, 4.22, 6.15, 7.92, 11.64, 14.40)
 
 
-# A row must promise more than it costs: probabilities are estimates, and the host works for each node too.
+# A row or a call must promise more than it costs: what it brings is an estimate, and the host works for it too.
 MARGIN = 1.3
 
 
