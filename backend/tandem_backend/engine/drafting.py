@@ -130,10 +130,11 @@ class Drafting:
     def propose(self, scheduled: Sequence[ScheduledRows]) -> Drafted:
         """One tree a decoding sequence, cut to what pays; the bare anchor where nothing does."""
         begun = time.perf_counter()
-        if not any(self._may_draft(rows.generation) for rows in scheduled if not rows.num_prompt_rows):
+        decoding = {i: rows.generation for i, rows in enumerate(scheduled) if not rows.num_prompt_rows}
+        num_other_rows = len(decoding) + sum(rows.num_prompt_rows for rows in scheduled)
+        if not self._may_draft(decoding.values(), num_other_rows):
             return Drafted([_bare(rows) for rows in scheduled], [{}] * len(scheduled))
-        trees = {i: self._tree(rows.generation) for i, rows in enumerate(scheduled) if not rows.num_prompt_rows}
-        num_other_rows = len(trees) + sum(rows.num_prompt_rows for rows in scheduled)
+        trees = {i: self._tree(generation) for i, generation in decoding.items()}
         prices = self.router.prices(len(trees), num_other_rows, self.commit_ms)
         asked: list[dict[str, float]] = [{} for _ in scheduled]
         drawn: dict[int, DraftTree] = {}
@@ -148,13 +149,19 @@ class Drafting:
             cut[i] = drawn.get(i) or (tree.draft_tree(nodes) if nodes else anchor_tree(tree.anchor))
         return Drafted(cut, asked)
 
-    def _may_draft(self, generation: Generation) -> bool:
-        """Whether anyone might be asked for it. Most rounds of a text in which drafts fail end here."""
-        if not generation.drafters:
-            return False
-        if self.router.always or generation.sampling.constraint is not None:
+    def _may_draft(self, decoding: Collection[Generation], num_other_rows: int) -> bool:
+        """Whether anyone might be asked. Most rounds of texts in which drafts fail end here."""
+        wanting = [generation for generation in decoding if generation.drafters]
+        if any(self.router.always or generation.sampling.constraint is not None for generation in wanting):
             return True
-        return any(self._is_open(generation, name) for name in self.drafters if name in generation.drafters)
+        for name in self.drafters:
+            keys = [each.sequence.slot for each in wanting if name in each.drafters and self._is_open(each, name)]
+            if not keys:
+                continue
+            prices = self.router.prices(len(decoding), num_other_rows, self.commit_ms)
+            if self._call_pays(name, keys, prices):
+                return True
+        return False
 
     def _is_open(self, generation: Generation, name: str) -> bool:
         key = generation.sequence.slot
@@ -187,7 +194,7 @@ class Drafting:
         """Let one drafter add to the trees of the sequences that want it and for which it may pay."""
         begun = time.perf_counter()
         contexts = self._contexts(name, scheduled, trees, prices)
-        if not contexts or not self._call_pays(name, list(contexts.values()), prices):
+        if not contexts or not self._call_pays(name, [context.key for context in contexts.values()], prices):
             return
         proposals = self._contained(name, drafter.propose, list(contexts.values())) or [Proposal()] * len(contexts)
         spent = 1e3 * (time.perf_counter() - begun)
@@ -223,17 +230,17 @@ class Drafting:
                 contexts[i] = self._context(name, generation, max_nodes, max_depth, prices)
         return contexts
 
-    def _call_pays(self, name: str, contexts: Sequence[DraftContext], prices: Prices) -> bool:
+    def _call_pays(self, name: str, keys: Sequence[int], prices: Prices) -> bool:
         """Whether what the drafter usually brings these sequences is worth a call, which for few costs much.
 
         A sequence that was never asked for is: its credit bounds what that costs, and what calls cost is learned anew.
         """
-        accounts = [self._account(context.key, name) for context in contexts]
+        accounts = [self._account(key, name) for key in keys]
         if self.router.always or not all(account.num_asked for account in accounts):
             return True
         saved_ms = prices.token_ms * sum(account.num_accepted for account in accounts)
         rows_ms = prices.row_ms * sum(account.num_rows for account in accounts)
-        return max(saved_ms - rows_ms, MIN_SAVED * saved_ms) > MARGIN * self.call_ms.get((name, len(contexts)), 0.0)
+        return max(saved_ms - rows_ms, MIN_SAVED * saved_ms) > MARGIN * self.call_ms.get((name, len(keys)), 0.0)
 
     def _contained(self, name: str, call: Callable[..., T], *args: Any) -> T | None:
         """A drafter that raises is left out from then on: texts do not need it."""
