@@ -19,8 +19,9 @@ TRIAL_DEPTH = 1  # of drafts until the first success: one token shows as well as
 class Account:
     """A drafter works on credit: it is asked while its balance is positive, pays its time and earns what it saved.
 
-    So drafting that never succeeds costs a sequence its first credit and RATE of its time, whatever the text. Rows are
-    not charged: the router weighs them by calibrated probabilities.
+    So drafting that never succeeds costs a sequence its first credit and RATE of its time, whatever the text. The
+    balance is not charged for rows: the router weighs them by calibrated probabilities, and num_rows tells whether the
+    next call is worth it.
     """
 
     balance: float = CREDIT
@@ -45,7 +46,7 @@ class Account:
         self.balance = min(self.balance + max(0.0, sum(is_right - PRICE for _, is_right in guesses)), CAP)
 
     def settle(self, num_accepted: int, cost: float, num_rows: int) -> None:
-        """A round in which it was asked; cost is its time in tokens."""
+        """A round in which it was asked; cost is its time in tokens, num_rows its nodes that were verified."""
         self.num_asked += 1
         rate = max(0.1, 1 / (1 + self.num_asked))
         self.num_accepted += rate * (num_accepted - self.num_accepted)

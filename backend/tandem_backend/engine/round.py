@@ -141,7 +141,7 @@ def _kept_hidden(
     result: ForwardResult, batch: RowBatch, steps: Sequence[Step], observing: Sequence[int]
 ) -> tuple[Tensor, ...]:
     """The kept rows of these sequences, [rows, hidden_size] each: parts of one tensor that holds nothing else."""
-    rows = [batch.starts[i] + node for i in observing for node in steps[i].path]
+    rows = [batch.starts[i] + node for i in observing for node in steps[i].path]  # ascending, as paths are
     if len(rows) == batch.num_rows and not result.is_lent:
         kept = result.hidden
     elif rows and rows[-1] - rows[0] == len(rows) - 1:
